@@ -1,0 +1,21 @@
+"""Vitrail: a workbench for visual tokens.
+
+Importing the package is cheap: rooms load when they are first named, so `vitrail --help` never waits for torch.
+"""
+
+import importlib
+from types import ModuleType
+
+__version__ = "0.1.0"
+
+_ROOMS = ("nn", "processing", "show")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return importlib.import_module(f"vitrail.{name}")
+    raise AttributeError(f"module 'vitrail' has no attribute {name!r}; its rooms are {', '.join(_ROOMS)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS])

@@ -1,0 +1,3 @@
+from vitrail.cli import main
+
+main()

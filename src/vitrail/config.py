@@ -1,0 +1,66 @@
+"""The one way to configure: frozen typed structs that refuse what they do not know."""
+
+import difflib
+import re
+from typing import Any, Self
+
+import msgspec
+
+from vitrail.errors import ConfigError
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every config.
+
+    Subclasses check themselves in `__post_init__` and raise `ConfigError`; `read` turns plain data (a TOML table,
+    a JSON object) into a config, `plain` turns it back, and `with_` makes an altered copy that is checked again.
+    """
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Self:
+        try:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise _explain(error, data, cls) from None
+
+    def plain(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)
+
+    def with_(self, **changes: Any) -> Self:
+        unknown = set(changes) - set(self.__struct_fields__)
+        if unknown:
+            name = sorted(unknown)[0]
+            raise ConfigError(f"{type(self).__name__} has no field {name!r}", _nearest(name, self.__struct_fields__))
+        return msgspec.structs.replace(self, **changes)
+
+
+def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) -> ConfigError:
+    """msgspec's message carries the path; add the nearest known name to an unknown field."""
+    text = str(error)
+    unknown = re.search(r"unknown field `(.+?)`", text)
+    if unknown is None:
+        # An error raised by a nested __post_init__ already says what to do.
+        return error.__cause__ if isinstance(error.__cause__, ConfigError) else ConfigError(f"{cls.__name__}: {text}")
+    where = re.search(r"at `\$\.?(.*)`", text)
+    path = where.group(1) if where else ""
+    name = unknown.group(1)
+    full = f"{path}.{name}" if path else name
+    return ConfigError(f"{cls.__name__} has no key {full!r}", _nearest(name, _fields_at(cls, path)))
+
+
+def _fields_at(cls: type, path: str) -> tuple[str, ...]:
+    """Field names of the struct that `path` (as msgspec prints it) leads to."""
+    node: Any = cls
+    for step in filter(None, re.split(r"\.|\[.*?\]", path)):
+        kind = {f.name: f.type for f in msgspec.structs.fields(node)}.get(step)
+        structs = [k for k in (kind, *getattr(kind, "__args__", ())) if isinstance(k, type)]
+        structs = [k for k in structs if issubclass(k, msgspec.Struct)]
+        if not structs:
+            return ()
+        node = structs[0]
+    return node.__struct_fields__
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"

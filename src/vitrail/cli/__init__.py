@@ -12,8 +12,16 @@ app = App(
     help="Visual tokens: read, write and predict pictures, and see what each design costs and keeps.",
     version=__version__,
 )
-app.command("vitrail.cli.grid:grid", name="grid", help="Show how a picture is cut into tokens under every resolution policy.")
-app.command("vitrail.cli.rotary:rotary", name="rotary", help="Draw the rotary layouts: which axis turns which channel.")
+app.command(
+    "vitrail.cli.grid:grid",
+    name="grid",
+    help="Show how a picture is cut into tokens under every resolution policy.",
+)
+app.command(
+    "vitrail.cli.rotary:rotary",
+    name="rotary",
+    help="Draw the rotary layouts: which axis turns which channel.",
+)
 
 
 def main() -> None:

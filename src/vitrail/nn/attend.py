@@ -1,0 +1,122 @@
+"""softmax(q·kᵀ)·v under a plan, by several routes that agree.
+
+    plain   the textbook formula with a dense mask, in float32: what the others are tested against
+    sdpa    torch's fused attention, with a dense mask where the plan needs one
+    packed  every segment on its own: no mask and no work between samples (CPU: a loop; CUDA: torch's varlen kernel)
+    flex    block-sparse, compiled, for streams with spans on CUDA
+
+B batch, Q queries, K keys, H heads, G key/value heads, D head width
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.errors import ConfigError
+from vitrail.nn.plan import Plan
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None) -> Tensor:
+    """q (B, Q, H, D), k and v (B, K, G, D), G divides H → (B, Q, H, D). A query that sees nothing gets zeros."""
+    return ROUTES[route or choose_route(q, k, plan)](q, k, v, plan)
+
+
+def choose_route(q: Tensor, k: Tensor, plan: Plan) -> str:
+    if plan.simple:
+        return "sdpa"
+    if plan.lengths is not None and (q.device.type != "cuda" or _varlen_runs(q)):
+        return "packed"
+    # A few queries against a cache read the keys once however they are masked; block-sparsity has nothing to skip.
+    if q.device.type == "cuda" and q.shape[1] >= 16:
+        return "flex"
+    return "sdpa"
+
+
+def _repeat(k: Tensor, heads: int) -> Tensor:
+    """(B, K, G, D) → (B, K, H, D)"""
+    return k if k.shape[2] == heads else k.repeat_interleave(heads // k.shape[2], dim=2)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    H, D = q.shape[2:]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), _repeat(k, H).float()) * D**-0.5
+    seen = plan.mask(q.shape[1], k.shape[1], q.device)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0.0)  # 0/0 where nothing is seen
+    return torch.einsum("bhqk,bkhd->bqhd", weights, _repeat(v, H).float()).to(q.dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    H = q.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, _repeat(k, H), _repeat(v, H)))  # (B, H, ·, D)
+    if plan.simple:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal).transpose(1, 2)
+    seen = plan.mask(q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    if plan.lengths is None or plan.key_lengths is None:
+        raise ConfigError("the segments of this plan are broken up or hold spans", "leave the route to `attend`")
+    shape = q.shape
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B·Q, H, D)
+    if q.device.type == "cuda":
+        starts, key_starts = plan.offsets(q.device)
+        back, ahead = plan.window or (-1, -1)
+        # The kernel's window is the plan's, and causal is a window that reaches nowhere ahead.
+        window = (back, 0 if plan.causal else ahead)
+        sizes = max(plan.lengths), max(plan.key_lengths)
+        H = shape[2]
+        out = _varlen()(
+            q, _repeat(k[None], H)[0], _repeat(v[None], H)[0], starts, key_starts, *sizes, window_size=window
+        )
+    else:
+        alone = Plan(causal=plan.causal, window=plan.window)
+        pieces = zip(q.split(plan.lengths), k.split(plan.key_lengths), v.split(plan.key_lengths), strict=True)
+        out = torch.cat([_sdpa(a[None], b[None], c[None], alone)[0] for a, b, c in pieces])
+    return out.view(shape)
+
+
+@cache
+def _varlen() -> Any:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch < 2.10
+        return None
+    return varlen_attn
+
+
+def _varlen_runs(q: Tensor) -> bool:
+    """Half precision and the head widths of the flash kernels."""
+    return (
+        _varlen() is not None
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+    )
+
+
+@cache
+def _flex_compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    blocks = plan.block_mask(q.shape[1], k.shape[1], q.device)
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return _flex_compiled()(q, k, v, block_mask=blocks, enable_gqa=grouped).transpose(1, 2)
+
+
+ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Plan], Tensor]] = {
+    "plain": _plain,
+    "sdpa": _sdpa,
+    "packed": _packed,
+    "flex": _flex,
+}

@@ -1,0 +1,100 @@
+"""Attention as a module: projections, q/k norm, rotation, cache; what sees what is the plan's.
+
+B batch, L tokens, C context tokens, W width, H heads, G key/value heads, D head width
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import Config
+from vitrail.errors import ConfigError
+from vitrail.nn.attend import attend
+from vitrail.nn.cache import LayerCache
+from vitrail.nn.norms import Norm, make_norm
+from vitrail.nn.plan import Plan
+from vitrail.nn.rotary import Rotation, rotate
+
+Source = Literal["self", "cross", "joint"]
+
+
+class AttentionConfig(Config):
+    """`kv_heads` fewer than heads: grouped queries. `bias` is on no projection, on q, k and v, or on all four."""
+
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None  # width / heads unless given
+    bias: Literal["none", "qkv", "all"] = "none"
+    qk_norm: Norm | None = None  # over each head's channels
+    eps: float = 1e-6  # of that norm
+
+    @property
+    def groups(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.groups < 1 or self.heads % self.groups:
+            raise ConfigError(
+                f"{self.heads} heads cannot share {self.groups} key/value heads",
+                "make kv_heads a divisor of heads",
+            )
+
+    def channels(self, width: int) -> int:
+        """Channels of one head."""
+        if self.head_dim is not None:
+            return self.head_dim
+        if width % self.heads:
+            raise ConfigError(f"width {width} does not divide into {self.heads} heads", "change one, or give head_dim")
+        return width // self.heads
+
+
+class Attention(nn.Module):
+    """Keys and values come from the tokens themselves (`self`), from a context (`cross`: Q-Former, Flamingo's layers),
+    or from the context followed by the tokens (`joint`: the Perceiver resampler)."""
+
+    def __init__(self, width: int, config: AttentionConfig, source: Source = "self", context_width: int | None = None):
+        super().__init__()
+        if source == "joint" and context_width not in (None, width):
+            raise ConfigError(f"joint attention needs a context of width {width}, not {context_width}")
+        self.config, self.width, self.source = config, width, source
+        self.head_dim = D = config.channels(width)
+        H, G, bias = config.heads, config.groups, config.bias != "none"
+        if source == "self":
+            self.qkv = nn.Linear(width, (H + 2 * G) * D, bias=bias)
+        else:
+            self.q = nn.Linear(width, H * D, bias=bias)
+            self.kv = nn.Linear(context_width or width, 2 * G * D, bias=bias)
+        self.out = nn.Linear(H * D, width, bias=config.bias == "all")
+        self.q_norm = make_norm(config.qk_norm, D, config.eps) if config.qk_norm else nn.Identity()
+        self.k_norm = make_norm(config.qk_norm, D, config.eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        plan: Plan,
+        *,
+        rotation: Rotation | None = None,
+        context: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """x (B, L, W), context (B, C, W′) → (B, L, W)"""
+        q, k, v = self._project(x, context)  # (B, L, H, D), (B, ·, G, D) twice
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.out(attend(q, k, v, plan).flatten(2))
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        H, G, D = self.config.heads, self.config.groups, self.head_dim
+        if self.source == "self":
+            q, k, v = self.qkv(x).unflatten(-1, (-1, D)).split([H, G, G], dim=-2)
+            return q, k, v
+        if context is None:
+            raise ConfigError(f"{self.source} attention was called without a context")
+        if self.source == "joint":
+            context = torch.cat([context, x], dim=1)
+        k, v = self.kv(context).unflatten(-1, (-1, D)).split([G, G], dim=-2)
+        return self.q(x).unflatten(-1, (-1, D)), k, v

@@ -1,0 +1,188 @@
+"""The attention plan: which query sees which key, decided once a batch and used by every layer.
+
+One rule covers the whole family. A query sees a key when both lie in the same segment, and the key is not in its
+future (if causal) nor outside its window, except that tokens of one span always see each other:
+
+    same segment  ∧  ((past ∧ in window)  ∨  same span)
+
+Packed samples, padding and local windows over a picture are segments; pictures read both ways inside a causal text
+are spans; text-only rows of a cross-attention have a segment no key carries, and get zeros.
+
+B batch, Q queries, K keys
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Made by `attention_plan`. The bare `Plan()` lets everything see everything, `Plan(causal=True)` the past."""
+
+    causal: bool = False
+    window: tuple[int, int] | None = None  # how far back and ahead, −1 for any distance
+    segments: Tensor | None = None  # (B, Q)
+    key_segments: Tensor | None = None  # (B, K)
+    spans: Tensor | None = None  # (B, Q), 0 outside every span
+    key_spans: Tensor | None = None  # (B, K)
+    index: Tensor | None = None  # (B, Q): the slot of each query among the keys, where that is not its own place
+    lengths: tuple[int, ...] | None = None  # of the segments, where they lie one behind the other
+    key_lengths: tuple[int, ...] | None = None
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def simple(self) -> bool:
+        """Nothing but a direction: the kernels need no mask."""
+        return self.window is None and self.segments is None and self.spans is None and self.index is None
+
+    def to(self, device: torch.device | str) -> "Plan":
+        """The same plan with its tensors on `device`; do this once, outside the compiled model."""
+
+        def move(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, non_blocking=True)
+
+        segments, spans = move(self.segments), move(self.spans)
+        return Plan(
+            causal=self.causal,
+            window=self.window,
+            segments=segments,
+            key_segments=segments if self.key_segments is self.segments else move(self.key_segments),
+            spans=spans,
+            key_spans=spans if self.key_spans is self.spans else move(self.key_spans),
+            index=move(self.index),
+            lengths=self.lengths,
+            key_lengths=self.key_lengths,
+        )
+
+    def sees(self, q: Tensor, k: Tensor, qs: Any, ks: Any, qp: Any, kp: Any) -> Tensor:
+        """The rule, elementwise, over slots (q, k), segments (qs, ks) and spans (qp, kp)."""
+        ok = (k <= q) if self.causal else (k == k)
+        if self.window is not None:
+            back, ahead = self.window
+            if back >= 0:
+                ok = ok & (q - k <= back)
+            if ahead >= 0:
+                ok = ok & (k - q <= ahead)
+        if self.spans is not None:
+            ok = ok | ((qp == kp) & (qp > 0))
+        if self.segments is not None:
+            ok = ok & (qs == ks)
+        return ok
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """(B or 1, 1, Q, K) booleans, True where the query sees the key."""
+        name = ("mask", queries, keys, device)
+        if name not in self._made:
+            tensors = (self.segments, self.key_segments, self.spans, self.key_spans)
+            qs, ks, qp, kp = (None if x is None else x.to(device) for x in tensors)
+            q = torch.arange(queries, device=device)[None] if self.index is None else self.index.to(device)
+            k = torch.arange(keys, device=device)
+            rows = [None if x is None else x[:, :, None] for x in (qs, qp)]
+            columns = [None if x is None else x[:, None, :] for x in (ks, kp)]
+            seen = self.sees(q[:, :, None], k[None, None], rows[0], columns[0], rows[1], columns[1])
+            self._made[name] = seen.expand(-1, queries, keys)[:, None]
+        return self._made[name]
+
+    def block_mask(self, queries: int, keys: int, device: torch.device) -> Any:
+        """The same rule as a flex-attention BlockMask: blocks nothing sees are skipped."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        name = ("blocks", queries, keys, device)
+        if name not in self._made:
+            tensors = (self.index, self.segments, self.key_segments, self.spans, self.key_spans)
+            index, segments, key_segments, spans, key_spans = (None if x is None else x.to(device) for x in tensors)
+
+            def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return self.sees(
+                    q if index is None else index[b, q],
+                    k,
+                    None if segments is None else segments[b, q],
+                    None if key_segments is None else key_segments[b, k],
+                    None if spans is None else spans[b, q],
+                    None if key_spans is None else key_spans[b, k],
+                )
+
+            batch = next((len(x) for x in (segments, spans, index) if x is not None), None)
+            self._made[name] = create_block_mask(seen, batch, None, queries, keys, device=device)
+        return self._made[name]
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each packed segment starts, (segments + 1,) int32, for queries and for keys."""
+        name = ("offsets", device)
+        if name not in self._made:
+            pair = []
+            for lengths in (self.lengths, self.key_lengths):
+                assert lengths is not None
+                ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+                pair.append(ends.to(device, torch.int32))
+            self._made[name] = tuple(pair)
+        return self._made[name]
+
+
+def attention_plan(
+    segments: Tensor | None = None,
+    spans: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    key_segments: Tensor | None = None,
+) -> Plan:
+    """A plan for self-attention, or for cross-attention when `key_segments` are given.
+
+    segments      (B, Q) integers: tokens see only their own. Padding is a segment like any other (−1 by custom).
+    spans         (B, Q) integers, 0 outside: tokens of one span see each other, whatever the direction.
+    window        (back, ahead): how many slots away a key may lie, −1 for any distance.
+    key_segments  (B, K) integers: the segments of the context that the queries look at.
+    """
+    if key_segments is not None and (segments is None or spans is not None or causal or window is not None):
+        raise ConfigError(
+            "a plan with key_segments is a cross-attention: it needs segments, and has no order to be causal in",
+            "give segments and key_segments alone",
+        )
+    for name, ids in (("segments", segments), ("spans", spans), ("key_segments", key_segments)):
+        if ids is not None and (ids.ndim != 2 or ids.is_floating_point()):
+            raise ConfigError(f"{name} must be integers (B, tokens), not {ids.dtype} {tuple(ids.shape)}")
+    if segments is not None and spans is not None and segments.shape != spans.shape:
+        raise ConfigError(f"segments {tuple(segments.shape)} and spans {tuple(spans.shape)} differ in shape")
+    if segments is not None and key_segments is not None and len(segments) != len(key_segments):
+        raise ConfigError(f"{len(segments)} rows of queries cannot look at {len(key_segments)} rows of keys")
+    if window is not None and min(window) < -1:
+        raise ConfigError(f"window {window} reaches a negative distance", "use −1 for any distance")
+    key_segments = segments if key_segments is None else key_segments
+    lengths, key_lengths = _runs(segments, key_segments) if spans is None else (None, None)
+    return Plan(
+        causal=causal,
+        window=window,
+        segments=segments,
+        key_segments=key_segments,
+        spans=spans,
+        key_spans=spans,
+        lengths=lengths,
+        key_lengths=key_lengths,
+    )
+
+
+def _runs(
+    segments: Tensor | None, key_segments: Tensor | None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Lengths of the segments if each is one unbroken run and keys come in the queries' order, else (None, None)."""
+    if segments is None or key_segments is None:
+        return None, None
+    ids, lengths = _row_runs(segments)
+    key_ids, key_lengths = (ids, lengths) if key_segments is segments else _row_runs(key_segments)
+    unbroken = len(ids.unique(dim=0)) == len(ids) and len(key_ids.unique(dim=0)) == len(key_ids)
+    if not unbroken or not torch.equal(ids, key_ids):
+        return None, None
+    return tuple(lengths.tolist()), tuple(key_lengths.tolist())
+
+
+def _row_runs(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """(runs, 2) the (row, segment) of each run over the flattened batch, and (runs,) its length."""
+    rows = torch.arange(len(segments), device=segments.device)[:, None].expand_as(segments)
+    pairs = torch.stack([rows.flatten(), segments.flatten().long()], dim=1)
+    return pairs.unique_consecutive(dim=0, return_counts=True)

@@ -1,0 +1,261 @@
+"""Routes agree with the textbook formula, and packed samples with themselves alone: values and gradients."""
+
+import pytest
+import torch
+from helpers import randomize, relative
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.nn import (
+    AttentionConfig,
+    Block,
+    BlockConfig,
+    ExpertsConfig,
+    GatedConfig,
+    KVCache,
+    Plan,
+    PlainConfig,
+    Rotary,
+    RotaryConfig,
+    attend,
+    attention_plan,
+    grid_positions,
+    text_positions,
+)
+
+
+def tensors(B, Q, K, H, G, D, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((B, Q, H, D), (B, K, G, D), (B, K, G, D))
+    return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+
+
+def with_gradients(route, plan, inputs):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*inputs, plan, route)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    return out, *torch.autograd.grad((out * weight).sum(), inputs)
+
+
+@st.composite
+def cases(draw):
+    B, L = draw(st.integers(1, 2)), draw(st.integers(1, 40))
+    G, D = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([4, 8, 24]))
+    H = G * draw(st.integers(1, 3))
+    rows = [sorted(draw(st.lists(st.integers(0, 3), min_size=L, max_size=L))) for _ in range(B)]
+    segments = torch.tensor(rows)
+    if draw(st.booleans()):
+        segments = segments[:, torch.randperm(L, generator=torch.Generator().manual_seed(L))]
+    spans = (torch.arange(L)[None].expand(B, L) // draw(st.integers(1, 5))) * draw(st.sampled_from([0, 1]))
+    window = draw(st.none() | st.tuples(st.integers(0, 6), st.integers(-1, 6)))
+    use = draw(st.sampled_from(["bare", "segments", "spans", "both"]))
+    plan = attention_plan(
+        segments if use in ("segments", "both") else None,
+        spans if use in ("spans", "both") else None,
+        causal=draw(st.booleans()),
+        window=window,
+    )
+    return plan, (B, L, L, H, G, D)
+
+
+@given(cases())
+@settings(max_examples=120, deadline=None)
+def test_routes_agree(case):
+    plan, shape = case
+    inputs = tensors(*shape)
+    reference = with_gradients("plain", plan, inputs)
+    for route in ["sdpa", None] + (["packed"] if plan.lengths else []):
+        for ours, theirs in zip(with_gradients(route, plan, inputs), reference, strict=True):
+            # Against the largest of all: with one key to see, the true gradient of q and k is zero.
+            assert (ours - theirs).abs().max() <= 1e-5 * max(x.abs().max() for x in reference), route
+
+
+def test_cross_attention_routes_agree_and_the_blind_get_zeros():
+    segments = torch.tensor([[0, 0, 0, 1, 1, 7], [2, 2, 2, 2, 2, 2]])
+    keys = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 2, -1]])
+    plan = attention_plan(segments, key_segments=keys)
+    inputs = tensors(2, 6, 5, 4, 2, 8)
+    reference = with_gradients("plain", plan, inputs)
+    for ours, theirs in zip(with_gradients("sdpa", plan, inputs), reference, strict=True):
+        assert relative(ours, theirs) <= 1e-5
+    out = reference[0]
+    assert torch.equal(out[0, 5], torch.zeros_like(out[0, 5]))  # its segment 7 has no key
+    assert all(torch.isfinite(x).all() for x in reference)
+    assert torch.equal(reference[2][1, 4], torch.zeros(2, 8))  # no gradient to the padding
+
+
+# ---- blocks: packed samples give what they give alone -----------------------------------------------------------
+
+ROTARY = RotaryConfig(head_dim=16, layout="mrope", sections=(2, 3, 3))
+
+BLOCKS = {
+    "decoder": BlockConfig(
+        width=48,
+        attention=AttentionConfig(heads=4, kv_heads=2, head_dim=16, qk_norm="rms"),
+        mlp=GatedConfig(hidden=64),
+        norm="rms",
+    ),
+    "tower": BlockConfig(
+        width=64, attention=AttentionConfig(heads=4, bias="all"), mlp=PlainConfig(hidden=80), layer_scale=0.3
+    ),
+    "experts": BlockConfig(
+        width=48,
+        attention=AttentionConfig(heads=3, kv_heads=1, head_dim=16, bias="qkv"),
+        mlp=ExpertsConfig(count=5, active=2, hidden=24, shared=16),
+        norm="rms",
+    ),
+}
+
+
+def sample(kind: str, seed: int, width: int):
+    """A small stream: words, a picture read both ways, words. → embeddings, positions, spans"""
+    h, w = 2 + seed % 2, 3
+    before, after = 3 + seed, 2
+    positions = torch.cat([text_positions(before), grid_positions(1, h, w, before), text_positions(after, before + w)])
+    spans = torch.tensor([0] * before + [1] * (h * w) + [0] * after)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(positions), width, generator=generator)
+    return x, positions, spans if kind == "decoder" else torch.zeros_like(spans)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_samples_are_as_if_alone(kind, causal):
+    config = BLOCKS[kind]
+    blocks = torch.nn.ModuleList([randomize(Block(config), seed=i) for i in range(2)])
+    rotary = Rotary(ROTARY)
+    samples = [sample(kind, seed, config.width) for seed in range(4)]
+
+    def run(x, positions, plan):
+        for block in blocks:
+            x = block(x, plan, rotation=rotary(positions))
+        return x
+
+    def gradients(outputs):
+        loss = sum((y * torch.sin(torch.arange(y.numel()).view_as(y) * 0.1)).sum() for y in outputs)
+        return torch.autograd.grad(loss, list(blocks.parameters()), allow_unused=True)
+
+    alone = [run(x[None], p[None], attention_plan(spans=s[None], causal=causal))[0] for x, p, s in samples]
+    lengths = [len(x) for x, _, _ in samples]
+    segments = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None]
+    plan = attention_plan(segments, torch.cat([s for _, _, s in samples])[None], causal=causal)
+    x, positions = (torch.cat([s[i] for s in samples])[None] for i in (0, 1))
+    packed = run(x, positions, plan)[0].split(lengths)
+
+    for ours, theirs in zip(packed, alone, strict=True):
+        assert relative(ours, theirs) <= 1e-5
+    for ours, theirs in zip(gradients(packed), gradients(alone), strict=True):
+        if theirs is not None:
+            assert relative(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("route_of", ["spans", "no spans"])
+def test_no_gradient_crosses_a_segment(route_of):
+    block = randomize(Block(BLOCKS["decoder"]))
+    segments = torch.tensor([[0] * 7 + [1] * 6 + [-1] * 3])
+    spans = torch.tensor([[0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]) if route_of == "spans" else None
+    plan = attention_plan(segments, spans, causal=True)
+    x = torch.randn(1, 16, 48, requires_grad=True)
+    out = block(x, plan, rotation=Rotary(ROTARY)(torch.arange(16)[None]))
+    (gradient,) = torch.autograd.grad(out[0, 7:13].square().sum(), x)
+    assert (gradient[0, 7:13] != 0).any(-1).all()
+    assert torch.equal(gradient[0, :7], torch.zeros(7, 48))
+    assert torch.equal(gradient[0, 13:], torch.zeros(3, 48))
+
+
+def test_span_reads_both_ways_and_text_does_not():
+    block = randomize(Block(BLOCKS["decoder"]))
+    spans = torch.tensor([[0, 0, 1, 1, 1, 0, 0]])
+    x = torch.randn(1, 7, 48, requires_grad=True)
+    out = block(x, attention_plan(spans=spans, causal=True), rotation=Rotary(ROTARY)(torch.arange(7)[None]))
+
+    def sources(i):
+        (gradient,) = torch.autograd.grad(out[0, i].sum(), x, retain_graph=True)
+        return (gradient[0] != 0).any(-1).nonzero().flatten().tolist()
+
+    assert sources(1) == [0, 1]
+    assert sources(2) == [0, 1, 2, 3, 4]  # the first patch sees the last
+    assert sources(5) == [0, 1, 2, 3, 4, 5]
+
+
+# ---- cache ------------------------------------------------------------------------------------------------------
+
+
+def decode(blocks, rotary, x, cache, steps, spans=None):
+    """Run x (B, L, W) through the cache in pieces of the given sizes."""
+    outs, start = [], 0
+    for n in steps:
+        piece = x[:, start : start + n]
+        positions = cache.lengths[:, None] + torch.arange(n)
+        plan = cache.extend(n, spans=None if spans is None else spans[:, start : start + n])
+        for i, block in enumerate(blocks):
+            piece = block(piece, plan, rotation=rotary(positions), cache=cache.layer(i))
+        outs.append(piece)
+        start += n
+    return torch.cat(outs, 1)
+
+
+def make_cache(layers, batch, config, capacity):
+    attention = config.attention
+    return KVCache(layers, batch, attention.groups, attention.channels(config.width), capacity=capacity)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_cache_equals_no_cache(steps, fixed):
+    config = BLOCKS["decoder"]
+    blocks = [randomize(Block(config), seed=i) for i in range(2)]
+    rotary = Rotary(RotaryConfig(head_dim=16))
+    L = sum(steps)
+    x = torch.randn(2, L, 48, generator=torch.Generator().manual_seed(L))
+    with torch.no_grad():
+        whole = x
+        for block in blocks:
+            whole = block(whole, Plan(causal=True), rotation=rotary(torch.arange(L)[None]))
+        ours = decode(blocks, rotary, x, make_cache(2, 2, config, L if fixed else None), steps)
+    assert relative(ours, whole) <= 1e-5
+
+
+def test_cache_keeps_spans_two_way():
+    config = BLOCKS["decoder"]
+    blocks = [randomize(Block(config))]
+    rotary = Rotary(RotaryConfig(head_dim=16))
+    spans = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 0]])
+    x = torch.randn(1, 9, 48)
+    with torch.no_grad():
+        whole = blocks[0](x, attention_plan(spans=spans, causal=True), rotation=rotary(torch.arange(9)[None]))
+        ours = decode(blocks, rotary, x, make_cache(1, 1, config, None), [3, 4, 1, 1], spans)
+    assert relative(ours, whole) <= 1e-5
+
+
+def test_unequal_prompts_side_by_side():
+    config = BLOCKS["decoder"]
+    block = randomize(Block(config))
+    rotary = Rotary(RotaryConfig(head_dim=16))
+    lengths = torch.tensor([5, 2, 4])
+    rows = [torch.randn(n + 3, 48) for n in lengths.tolist()]  # a prompt and three more tokens each
+    cache = make_cache(1, 3, config, 16)
+    with torch.no_grad():
+        alone = [block(x[None], Plan(causal=True), rotation=rotary(torch.arange(len(x))[None]))[0] for x in rows]
+        prompts = torch.stack(
+            [torch.cat([x[:n], torch.full((5 - n, 48), 99.0)]) for x, n in zip(rows, lengths, strict=True)]
+        )
+        plan = cache.extend(5, counts=lengths)
+        out = block(prompts, plan, rotation=rotary(torch.arange(5)[None].expand(3, -1)), cache=cache.layer(0))
+        for row, n, reference in zip(out, lengths.tolist(), alone, strict=True):
+            assert relative(row[:n], reference[:n]) <= 1e-5
+        for step in range(3):
+            at = cache.lengths[:, None]
+            x = torch.stack([row[n + step] for row, n in zip(rows, lengths.tolist(), strict=True)])[:, None]
+            out = block(x, cache.extend(1), rotation=rotary(at), cache=cache.layer(0))
+            for row, n, reference in zip(out, lengths.tolist(), alone, strict=True):
+                assert relative(row[0], reference[n + step]) <= 1e-5
+
+
+def test_a_full_cache_says_so():
+    from vitrail.errors import ConfigError
+
+    cache = KVCache(1, 1, 1, 8, capacity=4)
+    cache.extend(3)
+    with pytest.raises(ConfigError, match="holds 4 tokens and 5"):
+        cache.extend(2)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import randomize, relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import randomize, relative
 from vitrail.nn import (
     AttentionConfig,
     Block,
@@ -13,8 +13,8 @@ from vitrail.nn import (
     ExpertsConfig,
     GatedConfig,
     KVCache,
-    Plan,
     PlainConfig,
+    Plan,
     Rotary,
     RotaryConfig,
     attend,

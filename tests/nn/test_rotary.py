@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, PixtralVisionConfig, Qwen2VLTextConfig, Qwen3VLTextConfig
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, Qwen2VLVisionRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
@@ -211,7 +211,7 @@ def test_frequencies_survive_casts_and_the_meta_device():
     ],
 )
 def test_impossible_layouts_are_refused(bad):
-    with pytest.raises(ConfigError, match="rotary|sections"):
+    with pytest.raises(ConfigError, match=r"rotary|sections"):
         RotaryConfig(**bad)
 
 

@@ -1,27 +1,47 @@
 """The command line: parse, call, show. Commands load when they are called, so help is quick."""
 
 import sys
+from typing import NamedTuple
 
 from cyclopts import App
 
 from vitrail import __version__
 from vitrail.errors import VitrailError
 
+
+class Command(NamedTuple):
+    """A row of `vitrail --help`; the rest of a command's help is its function's docstring."""
+
+    target: str
+    says: str
+    example: str
+
+
+COMMANDS = {
+    "grid": Command(
+        "vitrail.cli.grid:grid",
+        "Show how a picture is cut into tokens under every resolution policy.",
+        "vitrail grid photo.jpg",
+    ),
+    "rotary": Command(
+        "vitrail.cli.rotary:rotary",
+        "Draw the rotary layouts: which axis turns which channel, how fast, and what that makes near.",
+        "vitrail rotary mrope mrope_interleaved --out layouts.png",
+    ),
+    "words": Command(
+        "vitrail.cli.words:app",
+        "Show how a text is cut into tokens, or train a tokenizer of your own.",
+        'vitrail words "A pane of red glass" --tokenizer folder/with/tokenizer.json',
+    ),
+}
+
 app = App(
     name="vitrail",
     help="Visual tokens: read, write and predict pictures, and see what each design costs and keeps.",
     version=__version__,
 )
-app.command(
-    "vitrail.cli.grid:grid",
-    name="grid",
-    help="Show how a picture is cut into tokens under every resolution policy.",
-)
-app.command(
-    "vitrail.cli.rotary:rotary",
-    name="rotary",
-    help="Draw the rotary layouts: which axis turns which channel.",
-)
+for _name, _command in COMMANDS.items():
+    app.command(_command.target, name=_name, help=f"{_command.says}\n\nExample: `{_command.example}`")
 
 
 def main() -> None:

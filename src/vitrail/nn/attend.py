@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from vitrail.errors import ConfigError
 from vitrail.nn.plan import Plan
@@ -28,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None
 def choose_route(q: Tensor, k: Tensor, plan: Plan) -> str:
     if plan.simple:
         return "sdpa"
-    if plan.lengths is not None and (q.device.type != "cuda" or _varlen_runs(q)):
+    if plan.lengths is not None and (q.device.type != "cuda" or (plan.spans is None and _varlen_runs(q))):
         return "packed"
     # A few queries against a cache read the keys once however they are masked; block-sparsity has nothing to skip.
     if q.device.type == "cuda" and q.shape[1] >= 16:
@@ -61,7 +62,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     if plan.lengths is None or plan.key_lengths is None:
-        raise ConfigError("the segments of this plan are broken up or hold spans", "leave the route to `attend`")
+        raise ConfigError("the segments of this plan are broken up", "leave the route to `attend`")
     shape = q.shape
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B·Q, H, D)
     if q.device.type == "cuda":
@@ -75,9 +76,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
             q, _repeat(k[None], H)[0], _repeat(v[None], H)[0], starts, key_starts, *sizes, window_size=window
         )
     else:
-        alone = Plan(causal=plan.causal, window=plan.window)
-        pieces = zip(q.split(plan.lengths), k.split(plan.key_lengths), v.split(plan.key_lengths), strict=True)
-        out = torch.cat([_sdpa(a[None], b[None], c[None], alone)[0] for a, b, c in pieces])
+        pieces = q.split(plan.lengths), k.split(plan.key_lengths), v.split(plan.key_lengths)
+        alone = zip(*pieces, plan.pieces(), strict=True)
+        out = torch.cat([_sdpa(a[None], b[None], c[None], piece)[0] for a, b, c, piece in alone])
     return out.view(shape)
 
 
@@ -102,8 +103,6 @@ def _varlen_runs(q: Tensor) -> bool:
 
 @cache
 def _flex_compiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -111,7 +110,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     blocks = plan.block_mask(q.shape[1], k.shape[1], q.device)
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _flex_compiled()(q, k, v, block_mask=blocks, enable_gqa=grouped).transpose(1, 2)
+    kernel = flex_attention if torch.compiler.is_compiling() else _flex_compiled()
+    return kernel(q, k, v, block_mask=blocks, enable_gqa=grouped).transpose(1, 2)
 
 
 ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Plan], Tensor]] = {

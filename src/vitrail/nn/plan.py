@@ -11,7 +11,7 @@ are spans; text-only rows of a cross-attention have a segment no key carries, an
 B batch, Q queries, K keys
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,18 @@ class Plan:
             self._made[name] = create_block_mask(seen, batch, None, queries, keys, device=device)
         return self._made[name]
 
+    def pieces(self) -> list["Plan"]:
+        """What the plan says within each packed segment, one by one."""
+        if "pieces" not in self._made:
+            assert self.lengths is not None
+            bare = Plan(causal=self.causal, window=self.window)
+            if self.spans is None:
+                self._made["pieces"] = [bare] * len(self.lengths)
+            else:  # spans come with self-attention alone, where keys are the queries
+                cut = self.spans.flatten().split(self.lengths)
+                self._made["pieces"] = [replace(bare, spans=s[None], key_spans=s[None], _made={}) for s in cut]
+        return self._made["pieces"]
+
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each packed segment starts, (segments + 1,) int32, for queries and for keys."""
         name = ("offsets", device)
@@ -154,7 +166,7 @@ def attention_plan(
     if window is not None and min(window) < -1:
         raise ConfigError(f"window {window} reaches a negative distance", "use −1 for any distance")
     key_segments = segments if key_segments is None else key_segments
-    lengths, key_lengths = _runs(segments, key_segments) if spans is None else (None, None)
+    lengths, key_lengths = _runs(segments, key_segments)
     return Plan(
         causal=causal,
         window=window,

@@ -1,0 +1,36 @@
+"""`make demo`: a look at what Vitrail does, as pictures in out/demo.
+
+Photographs come from the scikit-image package; give your own with --image.
+"""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+from vitrail.cli.grid import grid
+from vitrail.cli.rotary import rotary
+
+
+def photographs() -> list[Path]:
+    """A portrait, a landscape and a page of text that ship with scikit-image."""
+    package = find_spec("skimage")
+    if package is None or package.origin is None:
+        raise SystemExit("no photographs: pip install scikit-image, or give your own with --image")
+    folder = Path(package.origin).parent / "data"
+    return [folder / name for name in ("rocket.jpg", "page.png", "chelsea.png")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    parser.add_argument("--image", type=Path, action="append", help="a picture of your own; may be repeated")
+    arguments = parser.parse_args()
+    print("How a picture becomes tokens, under every resolution policy\n")
+    grid(arguments.image or photographs(), out=arguments.out / "grid")
+    print("\nWhat drives a rotary slot, and how fast it turns\n")
+    rotary(out=arguments.out / "rotary.png")
+    print(f"\nLook at the pictures in {arguments.out}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`vitrail words` in this process."""
+
+import pytest
+
+from vitrail.cli.words import app, columns, ruled
+from vitrail.errors import TextError
+from vitrail.processing.text import Tokenizer
+
+LINES = [f"{n} red cubes stand behind the blue ball\n" for n in range(40)]
+
+
+def run(*tokens: object) -> None:
+    app([str(token) for token in tokens], result_action="return_value", exit_on_error=False)
+
+
+@pytest.fixture
+def folder(tmp_path, capsys):
+    text = tmp_path / "captions.txt"
+    text.write_text("".join(LINES), encoding="utf-8")
+    run("train", text, "--vocab", 300, "--out", tmp_path / "words", "--special", "<image>", "--special", "<video>")
+    return tmp_path / "words"
+
+
+def test_train_measures_on_lines_it_has_not_seen(folder, capsys):
+    out = capsys.readouterr().out
+    assert "40 lines, 4 of them held out" in out
+    assert "held out: " in out and "bytes a token" in out
+    words = Tokenizer.load(folder)
+    assert f"{words.size} tokens in {folder}" in out
+    assert list(words.specials) == ["<|endoftext|>", "<image>", "<video>"]
+
+
+def test_train_says_when_the_text_is_too_small(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("ab ab")
+    run("train", tmp_path / "a.txt", "--out", tmp_path / "words")
+    out = capsys.readouterr().out
+    assert "not 4096" in out and "held out:" not in out
+
+
+def test_show_puts_pieces_over_ids(folder, capsys):
+    capsys.readouterr()
+    run("red\ncubes <image>é", "--tokenizer", folder)
+    pieces, ids, _, count = capsys.readouterr().out.splitlines()
+    words = Tokenizer.load(folder)
+    assert [cell.strip() for cell in pieces.split("│")[:-1]] == [
+        words.piece(i) for i in words.encode("red\ncubes <image>é")
+    ]
+    assert [int(cell) for cell in ids.split("│")[:-1]] == words.encode("red\ncubes <image>é")
+    assert [at for at, c in enumerate(pieces) if c == "│"] == [at for at, c in enumerate(ids) if c == "│"]
+    assert "19 bytes" in count and "bytes a token" in count
+
+
+def test_show_a_chat_turn(folder, capsys):
+    capsys.readouterr()
+    run("red <|im_end|>", "--tokenizer", folder, "--chat", "chatml")
+    out = capsys.readouterr().out
+    assert "added for this view: <|im_start|> <|im_end|>" in out
+    assert out.count("<|im_end|>│") == 1  # the template's; the one in the text stays in pieces
+    with pytest.raises(TextError, match="no chat preset"):
+        run("red", "--tokenizer", folder, "--chat", "nope")
+
+
+def test_nothing_has_no_tokens(folder, capsys):
+    capsys.readouterr()
+    run("", "--tokenizer", folder)
+    assert capsys.readouterr().out.strip() == "0 tokens, 0 bytes"
+
+
+def test_bad_files_are_named(tmp_path):
+    with pytest.raises(TextError, match="does not exist"):
+        run("a", "--tokenizer", tmp_path / "nope")
+    with pytest.raises(TextError, match=r"nope\.txt cannot be read"):
+        run("train", tmp_path / "nope.txt", "--out", tmp_path)
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(TextError, match=r"latin\.txt is not UTF-8"):
+        run("train", tmp_path / "latin.txt", "--out", tmp_path)
+
+
+def test_help_shows_an_example(capsys):
+    for tokens, example in ((["--help"], "vitrail words"), (["train", "--help"], "vitrail words train")):
+        app(tokens, result_action="return_value")
+        assert f"Example: {example}" in capsys.readouterr().out
+
+
+def test_lines_fit_the_terminal():
+    cells = [("漢字", "1"), ("é", "22"), ("cube", "333")] * 5
+    lines = ruled(cells, 20)
+    assert max(map(columns, lines)) <= 20
+    assert "".join(lines).count("│") == 2 * len(cells)
+    assert columns("漢a\u0301") == 3
+    assert ruled([], 20) == []

@@ -1,0 +1,321 @@
+"""One block is each of the field's: outputs and gradients against transformers' layers with the same weights."""
+
+import pytest
+import torch
+from transformers import (
+    Blip2QFormerConfig,
+    CLIPVisionConfig,
+    Dinov2Config,
+    IdeficsConfig,
+    LlamaConfig,
+    MllamaTextConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.blip_2.modeling_blip_2 import Blip2QFormerLayer
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
+from transformers.models.idefics.perceiver import IdeficsPerceiverResampler
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.mllama.modeling_mllama import MllamaCrossAttentionDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from helpers import put, randomize, relative
+from vitrail.errors import ConfigError
+from vitrail.nn import (
+    AttentionConfig,
+    Block,
+    BlockConfig,
+    GatedConfig,
+    PlainConfig,
+    Plan,
+    Rotary,
+    RotaryConfig,
+    attention_plan,
+)
+
+
+def agree(ours, theirs, x, values=1e-5, gradients=1e-4):
+    """Same output, same gradient at the input."""
+    weight = torch.randn(ours.shape)
+    assert relative(ours, theirs) <= values
+    (a,), (b,) = (torch.autograd.grad((y * weight).sum(), x, retain_graph=True) for y in (ours, theirs))
+    assert relative(a, b) <= gradients
+
+
+def copy(target, source):
+    with torch.no_grad():
+        for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+            ours.copy_(theirs)
+
+
+SIZES = [(48, 4, 2, 16, 80), (60, 6, 3, 8, 50), (40, 5, 1, 24, 96), (36, 3, 3, 12, 36)]  # odd on purpose
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("family", "settings", "bias", "qk_norm"),
+    [
+        (LlamaDecoderLayer, LlamaConfig, "none", None),
+        (Qwen2DecoderLayer, Qwen2Config, "qkv", None),
+        (Qwen3DecoderLayer, Qwen3Config, "none", "rms"),
+    ],
+)
+def test_decoder_layers(size, family, settings, bias, qk_norm):
+    width, heads, kv_heads, head_dim, hidden = size
+    reference_config = settings(
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=hidden,
+        rms_norm_eps=1e-6,
+    )
+    reference_config._attn_implementation = "eager"
+    layer = randomize(family(reference_config, layer_idx=0))
+    attention = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm)
+    block = Block(BlockConfig(width=width, attention=attention, mlp=GatedConfig(hidden=hidden), norm="rms"))
+    ours, mlp = block.branches["self"], block.branches["mlp"]
+    theirs = layer.self_attn
+    put(ours.op.qkv, theirs.q_proj, theirs.k_proj, theirs.v_proj)
+    copy(ours.op.out, theirs.o_proj)
+    if qk_norm:
+        copy(ours.op.q_norm, theirs.q_norm)
+        copy(ours.op.k_norm, theirs.k_norm)
+    copy(ours.norm, layer.input_layernorm)
+    copy(mlp.norm, layer.post_attention_layernorm)
+    put(mlp.op.gate_up, layer.mlp.gate_proj, layer.mlp.up_proj)
+    copy(mlp.op.down, layer.mlp.down_proj)
+
+    x = torch.randn(2, 11, width, requires_grad=True)
+    at = torch.arange(11)[None].expand(2, -1)
+    angles = LlamaRotaryEmbedding(LlamaConfig(hidden_size=width, num_attention_heads=heads, head_dim=head_dim))(x, at)
+    future = torch.full((11, 11), -torch.inf).triu(1)[None, None]
+    reference = layer(x, attention_mask=future, position_embeddings=angles)
+    reference = reference[0] if isinstance(reference, tuple) else reference
+    agree(block(x, Plan(causal=True), rotation=Rotary(RotaryConfig(head_dim=head_dim))(at)), reference, x)
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu", "gelu_tanh"])
+def test_clip_tower_layer(activation):
+    name = {"gelu_tanh": "gelu_pytorch_tanh"}.get(activation, activation)
+    reference_config = CLIPVisionConfig(hidden_size=60, num_attention_heads=5, intermediate_size=77, hidden_act=name)
+    reference_config._attn_implementation = "eager"
+    layer = randomize(CLIPEncoderLayer(reference_config))
+    block = Block(
+        BlockConfig(
+            width=60,
+            attention=AttentionConfig(heads=5, bias="all"),
+            mlp=PlainConfig(hidden=77, activation=activation),
+            eps=1e-5,
+        )
+    )
+    ours, mlp = block.branches["self"], block.branches["mlp"]
+    theirs = layer.self_attn
+    put(ours.op.qkv, theirs.q_proj, theirs.k_proj, theirs.v_proj)
+    copy(ours.op.out, theirs.out_proj)
+    copy(ours.norm, layer.layer_norm1)
+    copy(mlp.norm, layer.layer_norm2)
+    copy(mlp.op, layer.mlp)
+    x = torch.randn(2, 17, 60, requires_grad=True)
+    reference = layer(x, attention_mask=None)
+    agree(block(x), reference[0] if isinstance(reference, tuple) else reference, x)
+
+
+def test_dinov2_layer_with_layer_scale():
+    reference_config = Dinov2Config(hidden_size=48, num_attention_heads=4, mlp_ratio=3, layerscale_value=0.5)
+    reference_config._attn_implementation = "eager"
+    layer = randomize(Dinov2Layer(reference_config)).eval()
+    block = Block(
+        BlockConfig(
+            width=48, attention=AttentionConfig(heads=4, bias="all"), mlp=PlainConfig(hidden=144), layer_scale=0.5
+        )
+    )
+    ours, mlp = block.branches["self"], block.branches["mlp"]
+    linear = {name.split(".")[-1]: m for name, m in layer.attention.named_modules() if isinstance(m, torch.nn.Linear)}
+    names = ("query", "key", "value", "dense") if "query" in linear else ("q_proj", "k_proj", "v_proj", "o_proj")
+    if names[3] not in linear:
+        names = (*names[:3], next(name for name in linear if name not in names))
+    put(ours.op.qkv, *(linear[name] for name in names[:3]))
+    copy(ours.op.out, linear[names[3]])
+    copy(ours.norm, layer.norm1)
+    copy(mlp.norm, layer.norm2)
+    copy(mlp.op, layer.mlp)
+    with torch.no_grad():
+        ours.scale.copy_(layer.layer_scale1.lambda1)
+        mlp.scale.copy_(layer.layer_scale2.lambda1)
+    x = torch.randn(2, 9, 48, requires_grad=True)
+    reference = layer(x)
+    agree(block(x), reference[0] if isinstance(reference, tuple) else reference, x)
+
+
+def test_qformer_layer():
+    reference_config = Blip2QFormerConfig(
+        hidden_size=48, num_attention_heads=4, intermediate_size=70, encoder_hidden_size=36, cross_attention_frequency=1
+    )
+    reference_config._attn_implementation = "eager"
+    layer = randomize(Blip2QFormerLayer(reference_config, layer_idx=0)).eval()
+    block = Block(
+        BlockConfig(
+            width=48,
+            attention=AttentionConfig(heads=4, bias="all"),
+            mlp=PlainConfig(hidden=70),
+            chain=("self", "cross", "mlp"),
+            norm_at="after",
+            eps=reference_config.layer_norm_eps,
+            context_width=36,
+        )
+    )
+    for name, theirs in (("self", layer.attention), ("cross", layer.crossattention)):
+        ours, source = block.branches[name], theirs.attention
+        if name == "self":
+            put(ours.op.qkv, source.query, source.key, source.value)
+        else:
+            put(ours.op.q, source.query)
+            put(ours.op.kv, source.key, source.value)
+        copy(ours.op.out, theirs.output.dense)
+        copy(ours.norm, theirs.output.LayerNorm)
+    mlp = block.branches["mlp"]
+    copy(mlp.op.up, layer.intermediate_query.dense)
+    copy(mlp.op.down, layer.output_query.dense)
+    copy(mlp.norm, layer.output_query.LayerNorm)
+
+    x, picture = torch.randn(2, 7, 48, requires_grad=True), torch.randn(2, 13, 36)
+    reference = layer(x, encoder_hidden_states=picture, query_length=7)
+    agree(block(x, context=picture), reference, x)
+
+
+def test_gated_cross_attention_layer():
+    reference_config = MllamaTextConfig(
+        hidden_size=48, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64, rms_norm_eps=1e-6
+    )
+    reference_config._attn_implementation = "eager"
+    layer = randomize(MllamaCrossAttentionDecoderLayer(reference_config, layer_idx=0))
+    block = Block(
+        BlockConfig(
+            width=48,
+            attention=AttentionConfig(heads=6, kv_heads=2, qk_norm="rms"),
+            mlp=GatedConfig(hidden=64),
+            chain=("cross", "mlp"),
+            norm="rms",
+            gated=True,
+        )
+    )
+    x, picture = torch.randn(2, 7, 48, requires_grad=True), torch.randn(2, 13, 48)
+    assert torch.equal(block(x, context=picture), x)  # closed gates leave the text model as it was, bit for bit
+
+    cross, mlp, theirs = block.branches["cross"], block.branches["mlp"], layer.cross_attn
+    put(cross.op.q, theirs.q_proj)
+    put(cross.op.kv, theirs.k_proj, theirs.v_proj)
+    copy(cross.op.out, theirs.o_proj)
+    copy(cross.op.q_norm, theirs.q_norm)
+    copy(cross.op.k_norm, theirs.k_norm)
+    copy(cross.norm, layer.input_layernorm)
+    put(mlp.op.gate_up, layer.mlp.gate_proj, layer.mlp.up_proj)
+    copy(mlp.op.down, layer.mlp.down_proj)
+    copy(mlp.norm, layer.post_attention_layernorm)
+    with torch.no_grad():
+        cross.gate.copy_(layer.cross_attn_attn_gate)
+        mlp.gate.copy_(layer.cross_attn_mlp_gate)
+    reference = layer(x, picture, None, None, None)
+    reference = reference[0] if isinstance(reference, tuple) else reference
+    agree(block(x, context=picture), reference, x)
+
+
+def test_perceiver_resampler():
+    width, heads, head_dim, depth = 40, 3, 8, 2
+    reference_config = IdeficsConfig()
+    reference_config.vision_config.embed_dim = width
+    reference_config.perceiver_config.qk_layer_norms_perceiver = True
+    resampler = randomize(IdeficsPerceiverResampler(reference_config, width, depth, heads, head_dim, n_latents=5))
+    config = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, head_dim=head_dim, qk_norm="layer", eps=1e-5),
+        mlp=PlainConfig(hidden=resampler.intermediate_dim, activation="relu", bias=False),
+        chain=("joint", "mlp"),
+        eps=1e-5,
+    )
+    blocks = [Block(config) for _ in range(depth)]
+    for block, (attention, feed) in zip(blocks, resampler.blocks, strict=True):
+        ours, mlp = block.branches["joint"], block.branches["mlp"]
+        put(ours.op.q, attention.q_proj)
+        put(ours.op.kv, attention.k_proj, attention.v_proj)
+        copy(ours.op.out, attention.output_proj)
+        copy(ours.op.q_norm, attention.q_layer_norm)
+        copy(ours.op.k_norm, attention.k_layer_norm)
+        copy(ours.norm, attention.latents_layer_norm)
+        copy(ours.context_norm, attention.context_layer_norm)
+        copy(mlp.norm, feed.ln)
+        copy(mlp.op.up, feed.fc)
+        copy(mlp.op.down, feed.c_proj)
+    picture = torch.randn(2, 13, width, requires_grad=True)
+    x = resampler.latents.expand(2, -1, -1)
+    for block in blocks:
+        x = block(x, context=picture)
+    agree(resampler.layer_norm(x), resampler(picture), picture)
+
+
+def test_packed_cross_attention_is_as_if_alone():
+    """Queries of several pictures in one row, each looking at its own picture of another size."""
+    config = BlockConfig(
+        width=48,
+        attention=AttentionConfig(heads=4, bias="all"),
+        mlp=PlainConfig(hidden=70),
+        chain=("self", "cross", "mlp"),
+        norm_at="after",
+        context_width=36,
+    )
+    block = randomize(Block(config))
+    pictures = [torch.randn(n, 36) for n in (5, 12, 1)]
+    queries = [torch.randn(n, 48) for n in (4, 4, 3)]
+    alone = [block(q[None], context=p[None])[0] for q, p in zip(queries, pictures, strict=True)]
+
+    def ids(parts):
+        return torch.arange(len(parts)).repeat_interleave(torch.tensor([len(p) for p in parts]))[None]
+
+    packed = block(
+        torch.cat(queries)[None],
+        attention_plan(ids(queries)),
+        context=torch.cat(pictures)[None],
+        context_plan=attention_plan(ids(queries), key_segments=ids(pictures)),
+    )
+    assert relative(packed[0], torch.cat(alone)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"chain": ()},
+        {"chain": ("mlp", "mlp")},
+        {"chain": ("self", "joint", "mlp")},
+        {"gated": True, "layer_scale": 0.1},
+        {"width": 50},
+    ],
+)
+def test_impossible_blocks_are_refused(bad):
+    with pytest.raises(ConfigError):
+        BlockConfig(**({"width": 48, "attention": AttentionConfig(heads=4), "mlp": PlainConfig(hidden=8)} | bad))
+
+
+def test_impossible_attention_is_refused():
+    with pytest.raises(ConfigError, match="kv_heads"):
+        AttentionConfig(heads=6, kv_heads=4)
+    block = Block(
+        BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=PlainConfig(hidden=8), chain=("cross", "mlp"))
+    )
+    with pytest.raises(ConfigError, match="context"):
+        block(torch.randn(1, 2, 16))
+
+
+def test_configs_round_trip_and_name_the_nearest_key():
+    config = BlockConfig(
+        width=48, attention=AttentionConfig(heads=4), mlp=GatedConfig(hidden=8), chain=("cross", "mlp")
+    )
+    assert BlockConfig.read(config.plain()) == config
+    with pytest.raises(ConfigError, match=r"attention\.head'.*\n.*heads"):
+        BlockConfig.read({"width": 48, "attention": {"head": 4}, "mlp": {"kind": "plain", "hidden": 8}})
+    with pytest.raises(ConfigError, match="kv_heads"):
+        BlockConfig.read({"width": 8, "attention": {"heads": 4, "kv_heads": 3}, "mlp": {"kind": "plain", "hidden": 8}})
+    with pytest.raises(ConfigError, match="hiden"):
+        GatedConfig(hidden=8).with_(hiden=9)

@@ -1,0 +1,133 @@
+"""The CUDA routes against the plain formula on the CPU: values, gradients, and nothing across segments."""
+
+import pytest
+import torch
+
+from helpers import randomize, relative
+from vitrail.nn import (
+    AttentionConfig,
+    Block,
+    BlockConfig,
+    ExpertsConfig,
+    GatedConfig,
+    KVCache,
+    Plan,
+    Rotary,
+    RotaryConfig,
+    attend,
+    attention_plan,
+    make_mlp,
+)
+from vitrail.nn.attend import choose_route
+
+pytestmark = pytest.mark.gpu
+
+# bfloat16 keeps 8 bits; float32 on the tensor cores' exact path keeps 24.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+LENGTHS = [(70, 130, 1, 55), (256,)]
+
+
+def stream(lengths, rows=2):
+    """Segments, and spans over the middle third of each."""
+    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    spans = torch.cat([(torch.arange(n) * 3 // n == 1).long() * (i + 1) for i, n in enumerate(lengths)])
+    return segments.expand(rows, -1).contiguous(), spans.expand(rows, -1).contiguous()
+
+
+def plans(lengths):
+    segments, spans = stream(lengths)
+    yield "packed", attention_plan(segments)
+    yield "packed causal", attention_plan(segments, causal=True)
+    yield "packed window", attention_plan(segments, causal=True, window=(20, -1))
+    yield "spans", attention_plan(segments, spans, causal=True)
+    yield "spans window", attention_plan(segments, spans, causal=True, window=(15, -1))
+    yield "broken", attention_plan(segments[:, torch.randperm(segments.shape[1])], causal=True)
+    yield "causal", Plan(causal=True)
+    yield "full", Plan()
+
+
+def run(route, plan, inputs, device, dtype):
+    inputs = [x.to(device, dtype).detach().requires_grad_() for x in inputs]
+    out = attend(*inputs, plan.to(device), route)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    return [x.float().cpu() for x in (out, *torch.autograd.grad((out * weight).sum(), inputs))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_routes_agree_with_the_cpu(dtype, heads, lengths):
+    L = sum(lengths)
+    inputs = [torch.randn(2, L, h, 64).to(dtype) for h in (heads[0], heads[1], heads[1])]
+    used = set()
+    for name, plan in plans(lengths):
+        reference = run("plain", plan, inputs, "cpu", torch.float32)
+        chosen = choose_route(inputs[0].to("cuda"), inputs[1].to("cuda"), plan)
+        used.add(chosen)
+        for route in {chosen, "sdpa"}:
+            for ours, theirs in zip(run(route, plan, inputs, "cuda", dtype), reference, strict=True):
+                assert relative(ours, theirs) <= TOLERANCE[dtype], (name, route)
+    assert used == ({"sdpa", "flex", "packed"} if dtype == torch.bfloat16 else {"sdpa", "flex"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_spans", [True, False])
+def test_no_gradient_crosses_a_segment(dtype, with_spans):
+    segments, spans = stream((70, 130, 56), rows=1)
+    plan = attention_plan(segments, spans if with_spans else None, causal=True).to("cuda")
+    q, k, v = (torch.randn(1, 256, 4, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    out = attend(q, k, v, plan)
+    for gradient in torch.autograd.grad(out[:, 70:200].square().sum(), (q, k, v)):
+        assert not gradient[:, :70].any()
+        assert not gradient[:, 200:].any()
+        assert gradient[:, 70:200].any()
+
+
+def test_block_agrees_with_the_cpu():
+    config = BlockConfig(
+        width=256,
+        attention=AttentionConfig(heads=4, kv_heads=2, qk_norm="rms"),
+        mlp=GatedConfig(hidden=384),
+        norm="rms",
+    )
+    block, rotary = randomize(Block(config), spread=0.05), Rotary(RotaryConfig(head_dim=64))
+    segments, spans = stream((70, 130, 56))
+    plan, x, at = attention_plan(segments, spans, causal=True), torch.randn(2, 256, 256), torch.arange(256)[None]
+    reference = block(x, plan, rotation=rotary(at))
+    block, rotary = block.cuda(), rotary.cuda()
+    ours = block(x.cuda(), plan.to("cuda"), rotation=rotary(at.cuda()))
+    assert relative(ours.cpu(), reference) <= 1e-4
+    compiled = torch.compile(block)
+    ours = compiled(x.cuda(), plan.to("cuda"), rotation=rotary(at.cuda()))
+    assert relative(ours.cpu(), reference) <= 1e-4
+
+
+def test_cache_agrees_with_no_cache():
+    config = BlockConfig(width=256, attention=AttentionConfig(heads=4, kv_heads=2), mlp=GatedConfig(hidden=64))
+    block, rotary = randomize(Block(config), spread=0.05).cuda(), Rotary(RotaryConfig(head_dim=64)).cuda()
+    x = torch.randn(2, 60, 256, device="cuda")
+    whole = block(x, Plan(causal=True), rotation=rotary(torch.arange(60, device="cuda")[None]))
+    cache, outs, start = KVCache(1, 2, 2, 64, device="cuda"), [], 0
+    for n in (40, 17, 1, 1, 1):
+        at = cache.lengths[:, None] + torch.arange(n, device="cuda")
+        outs.append(block(x[:, start : start + n], cache.extend(n), rotation=rotary(at), cache=cache.layer(0)))
+        start += n
+    assert relative(torch.cat(outs, 1), whole) <= 1e-4
+
+
+def test_grouped_experts_agree_with_the_loop():
+    """The products alone: in bfloat16 a token on the edge between two experts may fairly go either way."""
+    experts = make_mlp(256, ExpertsConfig(count=8, active=2, hidden=128)).bfloat16()
+    counts = torch.tensor([30, 0, 1, 99, 16, 7, 40, 7])
+    x = torch.randn(200, 256).bfloat16()
+
+    def gradients(module, x):
+        x = x.detach().requires_grad_()
+        out = module._run(x, counts.to(x.device))
+        return out, *torch.autograd.grad(out.square().sum(), (x, module.gate_up, module.down))
+
+    reference = gradients(experts.float(), x.float())
+    ours = gradients(experts.bfloat16().cuda(), x.cuda())
+    for a, b in zip(ours, reference, strict=True):
+        assert relative(a.float().cpu(), b) <= 2e-2

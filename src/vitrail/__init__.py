@@ -8,7 +8,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_ROOMS = ("nn", "processing", "show")
+_ROOMS = ("nn", "processing", "encoders", "backbones", "models", "generate", "show", "lab", "hub")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -23,3 +23,7 @@ class ImageError(VitrailError):
 
 class TextError(VitrailError):
     """A tokenizer, vocabulary or chat template that cannot be used."""
+
+
+class CheckpointError(VitrailError):
+    """Weights that cannot be read, or do not fit the model."""

@@ -246,9 +246,10 @@ class Rotary(nn.Module):
     def __init__(self, config: RotaryConfig):
         super().__init__()
         self.config = config
-        self._fill(torch.get_default_device())
+        self.fill(torch.get_default_device())
 
-    def _fill(self, device: torch.device) -> None:
+    def fill(self, device: torch.device) -> None:
+        """Set the frequencies anew; needed where a module made on the meta device is given its weights by assignment."""
         with torch.device("cpu"):
             ladder, self.amplitude = _ladder(self.config)
             axis, frequency = LAYOUTS[self.config.layout].fill(self.config, ladder)
@@ -258,7 +259,7 @@ class Rotary(nn.Module):
     def _apply(self, fn, recurse=True):
         # A cast (`model.bfloat16()`) must not round the frequencies, and `to_empty` must not leave them unset.
         super()._apply(fn, recurse)
-        self._fill(self.frequency.device)
+        self.fill(self.frequency.device)
         return self
 
     def forward(self, positions: Tensor) -> Rotation:

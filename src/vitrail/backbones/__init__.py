@@ -1,0 +1,1 @@
+"""What reads and continues a stream."""

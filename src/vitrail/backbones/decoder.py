@@ -1,0 +1,113 @@
+"""One decoder that is Llama 2 and 3, SmolLM2, Qwen2 and Qwen3, dense or with experts, by config alone.
+
+B batch, L tokens, V vocabulary, W width
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import Config
+from vitrail.errors import ConfigError
+from vitrail.nn import Block, BlockConfig, KVCache, MLPConfig, Plan, Rotary, RotaryConfig
+from vitrail.nn.norms import make_norm
+
+
+class DecoderConfig(Config):
+    """`tied`: the head is the embedding. `dense` layers have `dense_mlp` instead of the block's (experts') MLP.
+
+    `context` is how many tokens the model was made for; it is recorded, not enforced.
+    """
+
+    vocab: int
+    layers: int
+    block: BlockConfig
+    rotary: RotaryConfig
+    tied: bool = False
+    context: int = 2048
+    dense: tuple[int, ...] = ()
+    dense_mlp: MLPConfig | None = None
+
+    def __post_init__(self) -> None:
+        channels = self.block.attention.channels(self.block.width)
+        if self.rotary.head_dim != channels:
+            raise ConfigError(
+                f"rotary positions for heads of {self.rotary.head_dim} channels do not fit heads of {channels}",
+                f"set rotary.head_dim to {channels}",
+            )
+        if "self" not in self.block.chain:
+            raise ConfigError(f"a decoder's block needs self-attention, not {self.block.chain}")
+        if bool(self.dense) != (self.dense_mlp is not None) or any(not 0 <= i < self.layers for i in self.dense):
+            raise ConfigError(
+                f"dense layers {self.dense} and dense_mlp do not fit {self.layers} layers",
+                "give both, with layers counted from 0, or neither",
+            )
+
+    def block_at(self, layer: int) -> BlockConfig:
+        if layer in self.dense and self.dense_mlp is not None:
+            return self.block.with_(mlp=self.dense_mlp)
+        return self.block
+
+
+class Decoder(nn.Module):
+    """ids (B, L) → logits (B, L, V)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        width = config.block.width
+        self.embed = nn.Embedding(config.vocab, width)
+        self.blocks = nn.ModuleList([Block(config.block_at(i)) for i in range(config.layers)])
+        self.norm = make_norm(config.block.norm, width, config.block.eps)
+        self.head = None if config.tied else nn.Linear(width, config.vocab, bias=False)
+        self.rotary = Rotary(config.rotary)
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def hidden(
+        self,
+        ids: Tensor | None = None,
+        *,
+        embeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        plan: Plan | None = None,
+        cache: KVCache | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """What the head reads, (B, L, W), from ids (B, L) or from embeddings (B, L, W).
+
+        Without `positions` and `plan` the tokens follow one another, each seeing its past and what the cache holds;
+        `counts` (B,) says how many of each row's tokens are real, where a cache is given rows of unequal length.
+        """
+        if (ids is None) == (embeds is None):
+            raise ConfigError("a decoder reads ids or embeddings: give one of the two")
+        x = self.embed(ids) if embeds is None else embeds  # (B, L, W)
+        L = x.shape[1]
+        if positions is None:
+            positions = torch.arange(L, device=x.device)[None]
+            positions = positions if cache is None else positions + cache.lengths[:, None]
+        if plan is None:
+            plan = Plan(causal=True) if cache is None else cache.extend(L, counts)
+        rotation = self.rotary(positions)
+        for i, block in enumerate(self.blocks):
+            x = block(x, plan, rotation=rotation, cache=None if cache is None else cache.layer(i))
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, W) → (…, V)"""
+        return nn.functional.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+
+    def forward(self, ids: Tensor | None = None, **given) -> Tensor:
+        return self.logits(self.hidden(ids, **given))
+
+    def cache(self, batch: int, capacity: int | None = None) -> KVCache:
+        """An empty cache that fits this model's layers, type and device."""
+        attention, weight = self.config.block.attention, self.embed.weight
+        channels = attention.channels(self.config.block.width)
+        return KVCache(
+            self.config.layers,
+            batch,
+            attention.groups,
+            channels,
+            capacity=capacity,
+            dtype=weight.dtype,
+            device=weight.device,
+        )

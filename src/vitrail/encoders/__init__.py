@@ -1,0 +1,1 @@
+"""Pixels and words to features."""

@@ -1,0 +1,1 @@
+"""Systems as short compositions of parts."""

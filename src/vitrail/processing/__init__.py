@@ -1,0 +1,1 @@
+"""From files and words to what a tower reads, without weights: pictures, grids, resolution policies, text, chat."""

@@ -1,0 +1,436 @@
+"""Pixel for pixel and token for token against transformers; closed forms where there is no reference."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import LlavaNextProcessor, LlavaOnevisionProcessor
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next import modeling_llava_next as next_model
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.siglip2.image_processing_pil_siglip2 import (
+    Siglip2ImageProcessorPil,
+    get_image_size_for_max_num_patches,
+)
+
+from vitrail.errors import ConfigError, ImageError
+from vitrail.processing.anyres import GRIDS_NEXT, GRIDS_ONEVISION
+from vitrail.processing.images import NORMS, to_array
+from vitrail.processing.patches import pad_rows, to_blocks, to_rows
+from vitrail.processing.resolution import (
+    HD9,
+    POLICIES,
+    PRESETS,
+    AnyRes,
+    Crop,
+    Letterbox,
+    NaFlex,
+    Naive,
+    Native,
+    named,
+)
+
+# (height, width): one pixel, strips, primes, exact fits, one off, large.
+SIZES = [
+    (1, 1),
+    (2, 3),
+    (3, 1000),
+    (1000, 3),
+    (17, 31),
+    (28, 28),
+    (101, 97),
+    (224, 224),
+    (335, 337),
+    (336, 672),
+    (672, 336),
+    (671, 1009),
+    (333, 1000),
+    (1000, 333),
+    (30, 4000),
+    (4000, 30),
+    (1009, 1013),
+    (1200, 1600),
+]
+sizes = pytest.mark.parametrize(("height", "width"), SIZES)
+sides = st.integers(1, 5000)
+
+
+def picture(height: int, width: int) -> Image.Image:
+    """Noise, so that a pixel out of place shows."""
+    noise = np.random.default_rng(height * 10007 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def normalised(views: list[Image.Image], norm: str = "clip") -> torch.Tensor:
+    return torch.stack([to_array(view, *NORMS[norm]) for view in views])
+
+
+def theirs(processor, image: Image.Image) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(processor(image, return_tensors="np")["pixel_values"]))
+
+
+def same(ours: torch.Tensor, reference: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, reference, rtol=0, atol=0)
+
+
+# ── one view ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sizes
+def test_naive_is_siglip(height, width):
+    policy, image = Naive(size=224, patch=16), picture(height, width)
+    same(normalised(policy.apply(image), "half"), theirs(SiglipImageProcessorPil(), image))
+    assert policy.cut(height, width).tokens == 196
+
+
+@sizes
+@pytest.mark.parametrize("edge", [None, 256])
+def test_crop_is_clip(height, width, edge):
+    processor = CLIPImageProcessorPil(size={"shortest_edge": edge or 224})
+    policy, image = Crop(size=224, edge=edge), picture(height, width)
+    same(normalised(policy.apply(image)), theirs(processor, image))
+    assert policy.cut(height, width).tokens == 256
+
+
+@sizes
+def test_letterbox_is_llava_pad(height, width):
+    processor = LlavaImageProcessorPil(
+        do_pad=True, size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+    )
+    policy, image = Letterbox(), picture(height, width)
+    same(normalised(policy.apply(image)), theirs(processor, image))
+    assert policy.cut(height, width).tokens == 576
+
+
+@given(sides, sides)
+def test_crop_rounds_like_the_reference(height, width):
+    """Ours divides integers, theirs floats: equal for any size a picture has."""
+    short, long = sorted((height, width))
+    resized = Crop(size=224).cut(height, width).views[0].resized
+    assert sorted(resized) == sorted((224, int(224 * long / short)))
+
+
+# ── native and naflex ──────────────────────────────────────────────────────────────────────────────────────────
+
+NATIVES = {"qwen2-vl": PRESETS["qwen2-vl"], "qwen3-vl": PRESETS["qwen3-vl"], "tight": Native(max_pixels=28 * 28 * 16)}
+
+
+@sizes
+@pytest.mark.parametrize("name", NATIVES)
+def test_native_is_qwen(height, width, name):
+    policy, image = NATIVES[name], picture(height, width)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=policy.patch, min_pixels=policy.min_pixels, max_pixels=policy.max_pixels
+    )
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(ValueError, match="aspect ratio"):
+            theirs(processor, image)
+        with pytest.raises(ImageError, match="200"):
+            policy.cut(height, width)
+        return
+    out = processor(image, return_tensors="pt")
+    (view,) = policy.apply(image)
+    ours, grid = to_blocks(to_array(view), policy.patch, merge=policy.merge)
+    same(ours, out["pixel_values"])
+    assert out["image_grid_thw"].tolist() == [[grid.t, grid.h, grid.w]]
+    cut = policy.cut(height, width)
+    assert cut.views[0].grid == grid
+    assert cut.tokens == grid.tokens == math.prod(out["image_grid_thw"][0].tolist()) // 4
+
+
+@given(sides, sides, st.sampled_from([14, 16]), st.integers(1, 64), st.integers(1, 4096))
+def test_native_sizes(height, width, patch, least, most):
+    factor = patch * 2
+    policy = Native(patch=patch, min_pixels=min(least, most) * factor**2, max_pixels=max(least, most) * factor**2)
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(ImageError):
+            policy.cut(height, width)
+        return
+    reference = smart_resize(height, width, factor, policy.min_pixels, policy.max_pixels)
+    cut = policy.cut(height, width)
+    assert cut.views[0].resized == reference
+    assert cut.tokens * factor**2 == math.prod(reference)
+
+
+def test_native_budget_is_an_aim():
+    """Both corners named in the docstring, as the reference has them."""
+    strip = Native(max_pixels=28 * 28 * 16).cut(30, 4000)
+    assert strip.tokens == 46 == math.prod(smart_resize(30, 4000, 28, 56 * 56, 28 * 28 * 16)) // 28**2
+    assert Native().cut(13, 2600).tokens < Native().cut(15, 2600).tokens // 3
+
+
+@sizes
+def test_naflex_is_siglip2(height, width):
+    policy, image = NaFlex(), picture(height, width)
+    out = Siglip2ImageProcessorPil()(image, return_tensors="pt")
+    (view,) = policy.apply(image)
+    rows, grid = to_rows(to_array(view, *NORMS["half"]), policy.patch)
+    padded, mask = pad_rows(rows, policy.max_patches)
+    same(padded, out["pixel_values"][0])
+    assert mask.int().tolist() == out["pixel_attention_mask"][0].tolist()
+    assert [[grid.h, grid.w]] == out["spatial_shapes"].tolist()
+    assert policy.cut(height, width).tokens == grid.tokens == int(mask.sum())
+
+
+@given(sides, sides, st.sampled_from([14, 16, 32]), st.integers(1, 2048))
+def test_naflex_sizes(height, width, patch, most):
+    cut = NaFlex(patch=patch, max_patches=most).cut(height, width)
+    assert cut.views[0].resized == get_image_size_for_max_num_patches(height, width, patch, most)
+    assert 1 <= cut.tokens <= most
+
+
+# ── anyres ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pins(grids, tile: int) -> list[list[int]]:
+    return [[rows * tile, columns * tile] for rows, columns in grids]
+
+
+def next_tokens(height: int, width: int) -> int:
+    """transformers' own count for LLaVA-NeXT, without building a tokenizer."""
+    processor = object.__new__(LlavaNextProcessor)
+    processor.image_processor = LlavaNextImageProcessorPil()
+    processor.patch_size, processor.num_additional_image_tokens = 14, 0
+    return processor._get_number_of_features(height, width, 336, 336)
+
+
+def onevision_tokens(height: int, width: int, most: int) -> int:
+    processor = object.__new__(LlavaOnevisionProcessor)
+    processor.image_processor = LlavaOnevisionImageProcessorPil()
+    processor.num_image_tokens, processor.vision_aspect_ratio = 729, f"anyres_max_{most}"
+    return processor._get_number_of_features(height, width, 384, 384)
+
+
+@sizes
+def test_anyres_is_llava_next(height, width):
+    processor = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}, image_grid_pinpoints=pins(GRIDS_NEXT, 336)
+    )
+    policy, image = AnyRes(), picture(height, width)
+    views = policy.apply(image)
+    same(normalised(views), theirs(processor, image)[0])
+    assert len(views) == next_model.image_size_to_num_patches((height, width), pins(GRIDS_NEXT, 336), 336)
+    assert policy.cut(height, width).tokens == next_tokens(height, width)
+
+
+@sizes
+def test_anyres_is_llava_onevision(height, width):
+    policy, image = PRESETS["llava-onevision"], picture(height, width)
+    processor = LlavaOnevisionImageProcessorPil(image_grid_pinpoints=pins(GRIDS_ONEVISION, 384))
+    same(normalised(policy.apply(image)), theirs(processor, image)[0])
+    assert policy.cut(height, width).tokens == onevision_tokens(height, width, 9)
+
+
+@given(sides, sides)
+def test_anyres_counts(height, width):
+    assert AnyRes().cut(height, width).tokens == next_tokens(height, width)
+
+
+shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=8)
+
+
+@given(sides, sides, shapes)
+def test_best_grid(height, width, grids):
+    """Any list in any order: what wins among equals depends on both."""
+    layout = AnyRes(grids=tuple(grids)).cut(height, width).spans[1].layout
+    assert select_best_resolution((height, width), pins(grids, 336)) == (layout[0] * 336, layout[1] * 336)
+
+
+@example(1152, 700, 4)  # 81 × 50 tokens for 4 × 729: 1.18 times too many on a side, shrunk
+@example(1150, 560, 4)  # 1.05, let be
+@settings(max_examples=50)
+@given(sides, sides, st.sampled_from([1, 2, 4, 9]))
+def test_anyres_max_counts(height, width, most):
+    policy = PRESETS["llava-onevision"].with_(max_tiles=most)
+    assert policy.cut(height, width).tokens == onevision_tokens(height, width, most)
+
+
+@pytest.mark.parametrize(("height", "width"), [(480, 640), (640, 480), (333, 1000), (50, 2000), (3, 1000)])
+def test_spans_say_which_tokens_the_model_packs(height, width):
+    """Pack features by the span alone, and by transformers' model code: the same tokens in the same order."""
+    cut = AnyRes().cut(height, width)
+    base, tiles = cut.spans
+    rows, columns = tiles.layout
+    views = torch.arange(len(cut.views) * 576.0).reshape(-1, 576, 1)
+    newline = torch.tensor([-1.0])
+
+    mosaic = views[tiles.first :].reshape(rows, columns, 24, 24).permute(0, 2, 1, 3).reshape(rows * 24, columns * 24)
+    top, left, high, wide = tiles.window
+    kept = mosaic[top : top + high, left : left + wide]
+    ours = torch.cat([views[base.first, :, 0], torch.cat([kept, newline.expand(high, 1)], 1).flatten()])
+
+    model = object.__new__(next_model.LlavaNextModel)
+    torch.nn.Module.__init__(model)
+    tower = type("", (), {"image_size": 336, "patch_size": 14})
+    model.config = type("", (), {"vision_config": tower, "image_grid_pinpoints": pins(GRIDS_NEXT, 336)})
+    (packed,), _ = model.pack_image_features([views], torch.tensor([[height, width]]), "default", newline)
+    assert ours.tolist() == packed[:, 0].tolist()
+    assert cut.tokens == len(packed)
+
+
+def test_shrunk_spans_have_the_model_size():
+    cut = PRESETS["llava-onevision"].cut(2000, 2300)
+    rows, columns = cut.spans[1].layout
+    model = object.__new__(LlavaOnevisionModel)
+    torch.nn.Module.__init__(model)
+    tower = type("", (), {"image_size": 384, "patch_size": 14})
+    model.config = type("", (), {"vision_config": tower, "image_grid_pinpoints": pins(GRIDS_ONEVISION, 384)})
+    features = torch.zeros(1 + rows * columns, 729, 1)
+    _, (count,) = model.pack_image_features([features], torch.tensor([[2000, 2300]]), torch.zeros(1))
+    assert cut.tokens == count
+    assert cut.spans[1].size[0] < cut.spans[1].window[2]
+
+
+def test_anyres_pins():
+    """A square picture: base 24², a 48 × 48 mosaic with 48 newlines. A strip under one token row: the base alone."""
+    assert AnyRes().cut(672, 672).tokens == 576 + 48 * 49 == 2928
+    assert AnyRes().cut(336, 672).tokens == 576 + 24 * 49
+    assert AnyRes().cut(3, 1000).tokens == 576 == next_tokens(3, 1000)
+    shapes = {(600, 1200): (1, 2), (1200, 600): (2, 1), (900, 900): (2, 2), (400, 1200): (1, 3), (1200, 400): (3, 1)}
+    assert {size: AnyRes().cut(*size).spans[1].layout for size in shapes} == shapes
+    assert AnyRes().cut(9, 9).spans[1].layout == (1, 2)  # every grid holds it whole: the first of the smallest
+
+
+# ── hd9 ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(sides, sides)
+def test_hd9_is_always_1450(height, width):
+    cut = HD9().cut(height, width)
+    assert cut.tokens == 1450 == 10 * 144 + 10
+    assert len(cut.views) == 10
+    # 3×3 convolution, stride 2, padding 1 on 24 patches
+    assert all(view.grid.rows == (24 + 2 - 3) // 2 + 1 for view in cut.views)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (17, 31), (700, 300), (1008, 1008), (1200, 1600)])
+def test_hd9_views_are_the_padded_square(height, width):
+    image = picture(height, width)
+    side = max(height, width)
+    padded = Image.new("RGB", (side, side), "white")
+    padded.paste(image, ((side - width) // 2, (side - height) // 2))
+    whole, *tiles = (np.asarray(view) for view in HD9().apply(image))
+    assert np.array_equal(whole, np.asarray(padded.resize((336, 336), Image.Resampling.BICUBIC)))
+    mosaic = np.block([[[tiles[row * 3 + column]] for column in range(3)] for row in range(3)])
+    assert np.array_equal(mosaic, np.asarray(padded.resize((1008, 1008), Image.Resampling.BICUBIC)))
+
+
+# ── all of them ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.sampled_from(sorted(POLICIES)), st.integers(1, 600), st.integers(1, 600))
+@settings(max_examples=60, deadline=None)
+def test_apply_gives_what_cut_says(name, height, width):
+    policy = named(name)
+    if name == "native" and max(height, width) > 200 * min(height, width):
+        return
+    cut = policy.cut(height, width)
+    views = policy.apply(Image.new("RGB", (width, height)))
+    assert [(view.height, view.width) for view in views] == [view.canvas for view in cut.views]
+    assert all(view.mode == "RGB" for view in views)
+    for span in cut.spans:
+        grid = cut.views[span.first].grid
+        top, left, rows, columns = span.window
+        assert 0 <= top <= top + rows <= span.layout[0] * grid.rows
+        assert 0 <= left <= left + columns <= span.layout[1] * grid.columns
+    last = cut.spans[-1]
+    assert last.first + math.prod(last.layout) == len(cut.views)
+
+
+@given(st.sampled_from(sorted(POLICIES)), st.integers(20, 600), st.integers(20, 600))
+@settings(max_examples=60, deadline=None)
+def test_picture_says_where_padding_is(name, height, width):
+    """A white picture on black padding: a canvas pixel well inside the picture is white, well outside black."""
+    policy = named(name)
+    if "fill" in policy.__struct_fields__:
+        policy = policy.with_(fill=(0, 0, 0))
+    cut = policy.cut(height, width)
+    for view, made in zip(cut.views, policy.apply(Image.new("RGB", (width, height), "white")), strict=True):
+        top, left, high, wide = cut.picture(view)
+        y, x = np.mgrid[: view.canvas[0], : view.canvas[1]] + 0.5
+        slack = 3 * max(1, view.resized[0] / view.source[2])  # the reach of the bicubic filter
+        depth = np.minimum(np.minimum(y - top, top + high - y), np.minimum(x - left, left + wide - x))
+        pixels = np.asarray(made)[..., 0]
+        assert (pixels[depth > slack] == 255).all()
+        assert (pixels[depth < -slack] == 0).all()
+
+
+def test_stretch():
+    assert Naive().cut(100, 200).views[0].stretch == 0.5
+    assert Letterbox().cut(100, 200).views[0].stretch == 1
+    assert Crop().cut(100, 200).views[0].stretch == 1
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *PRESETS])
+@pytest.mark.parametrize(("height", "width"), [(0, 5), (5, 0), (-1, 4)])
+def test_no_picture(name, height, width):
+    with pytest.raises(ImageError, match="at least one pixel"):
+        named(name).cut(height, width)
+
+
+def test_only_rgb():
+    with pytest.raises(ImageError, match="load_image"):
+        Naive().apply(Image.new("L", (9, 9)))
+
+
+@pytest.mark.parametrize("policy", [Letterbox(), Crop(), HD9()])
+def test_strips_do_not_explode(policy):
+    assert policy.cut(1, 20_000_000).tokens > 0
+    with pytest.raises(ImageError, match="too thin"):
+        policy.apply(Image.new("RGB", (300_000, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (Naive, {"size": 384}),
+        (Naive, {"size": 0}),
+        (Naive, {"patch": 0}),
+        (Naive, {"unread": 20}),
+        (Naive, {"unread": -1}),
+        (Letterbox, {"size": 337}),
+        (Crop, {"size": 100}),
+        (Crop, {"edge": 300}),
+        (Native, {"min_pixels": 10, "max_pixels": 9}),
+        (Native, {"min_pixels": 0}),
+        (Native, {"min_pixels": 1, "max_pixels": 28 * 28 - 1}),
+        (Native, {"patch": 0}),
+        (Native, {"merge": 0}),
+        (NaFlex, {"max_patches": 0}),
+        (NaFlex, {"patch": -1}),
+        (AnyRes, {"grids": ()}),
+        (AnyRes, {"grids": ((0, 1),)}),
+        (AnyRes, {"max_tiles": 0}),
+        (AnyRes, {"tile": 384}),
+        (HD9, {"patch": 13}),
+        (HD9, {"merge": 5}),
+    ],
+)
+def test_bad_values(kind, bad):
+    with pytest.raises(ConfigError) as caught:
+        kind(**bad)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("policy", [*(kind() for kind in POLICIES.values()), *PRESETS.values()])
+def test_plain_and_back(policy):
+    """A recipe may name any policy: the tag says which."""
+    union = msgspec.convert(policy.plain(), Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9)
+    assert union == policy == type(policy).read(policy.plain())
+
+
+def test_named():
+    assert named("llava-next") == AnyRes() == named("anyres")
+    with pytest.raises(ConfigError, match="naflex"):
+        named("naflx")

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from vitrail import __version__
+from vitrail.config import Config
 from vitrail.errors import CheckpointError
 from vitrail.hub.families import FAMILIES, MODELS, Family
 from vitrail.hub.files import Weights, read_json, write_json, write_weights
@@ -42,9 +43,9 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = Non
     kind = next((kind for kind, (_, cls) in MODELS.items() if type(model) is cls), None)
     if kind is None:
         raise CheckpointError(f"{type(model).__name__} is not a kind that can be saved", f"known: {', '.join(MODELS)}")
-    folder = Path(folder)
+    folder, config = Path(folder), cast(Config, model.config)
     write_weights(folder, model.state_dict().items())
-    write_json(folder / OWN, {"kind": kind, "vitrail": __version__, "config": model.config.plain()})
+    write_json(folder / OWN, {"kind": kind, "vitrail": __version__, "config": config.plain()})
     if tokenizer is not None:
         tokenizer.save(folder)
 

@@ -249,7 +249,7 @@ class Rotary(nn.Module):
         self.fill(torch.get_default_device())
 
     def fill(self, device: torch.device) -> None:
-        """Set the frequencies anew; needed where a module made on the meta device is given its weights by assignment."""
+        """Set the frequencies anew: needed where a module made on the meta device is given its weights."""
         with torch.device("cpu"):
             ladder, self.amplitude = _ladder(self.config)
             axis, frequency = LAYOUTS[self.config.layout].fill(self.config, ladder)

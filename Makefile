@@ -29,6 +29,7 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyrefly check
+	@$(BIN)/python perf/record.py
 
 fast: .venv/ready
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu"

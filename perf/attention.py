@@ -9,7 +9,6 @@ mean something on a GPU only.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from record import record
 
 from vitrail.nn import Plan, Work, attend, attention_plan
 from vitrail.nn.attend import choose_route
@@ -92,8 +92,7 @@ def main() -> None:
         rows[name] = measure(plan, shape, arguments.cuda)
         print(f"{name:34}", *(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[name].items()))
     if arguments.out:
-        device = torch.cuda.get_device_name() if arguments.cuda else "CPU"
-        arguments.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1))
+        record(arguments.out, rows, "vitrail.nn.attend", "vitrail.nn.plan")
 
 
 if __name__ == "__main__":

@@ -156,14 +156,9 @@ def published(family: str):
     return Qwen3MoeConfig(**settings, **more, moe_intermediate_size=768, **common), Qwen3MoeForCausalLM
 
 
-@pytest.mark.parametrize("family", BUILDERS)
-def test_published_shapes_map_onto_ours(family):
-    config, model = published(family)
-    with torch.device("meta"):
-        reference = model(config)
-        row = FAMILIES[family]
-        ours = row.model(row.read(config.to_dict()))
-    theirs = {name: p for name, p in reference.state_dict().items() if name != "lm_head.weight" or not ours.config.tied}
+def on_disk(reference, tied: bool) -> dict[str, torch.Tensor]:
+    """A model's tensors under the names they have in a checkpoint."""
+    theirs = {name: p for name, p in reference.state_dict().items() if name != "lm_head.weight" or not tied}
     for name in list(theirs):  # in memory transformers stacks the experts; on disk they lie one by one
         if name.endswith("experts.gate_up_proj"):
             base = name.removesuffix(".gate_up_proj")
@@ -172,12 +167,48 @@ def test_published_shapes_map_onto_ours(family):
         elif name.endswith("experts.down_proj"):
             base = name.removesuffix(".down_proj")
             theirs |= {f"{base}.{e}.down_proj.weight": one for e, one in enumerate(theirs.pop(name))}
-    mine = {name: tuple(p.shape) for name, p in ours.state_dict().items()}
-    pulled = {}
-    for move in row.moves(ours.config):
-        pulled |= dict(zip(move.ours, move.pull([theirs.pop(name) for name in move.theirs]), strict=True))
+    return theirs
+
+
+def pulled(row, config, theirs) -> dict[str, torch.Tensor]:
+    """Our tensors, every one of theirs used up."""
+    ours = {}
+    for move in row.moves(config):
+        ours |= dict(zip(move.ours, move.pull([theirs.pop(name) for name in move.theirs]), strict=True))
     assert not theirs
-    assert {name: tuple(p.shape) for name, p in pulled.items()} == mine
+    return ours
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_published_shapes_map_onto_ours(family):
+    config, model = published(family)
+    row = FAMILIES[family]
+    with torch.device("meta"):
+        reference, ours = model(config), row.model(row.read(config.to_dict()))
+    state = pulled(row, ours.config, on_disk(reference, ours.config.tied))
+    shapes = {name: tuple(p.shape) for name, p in ours.state_dict().items()}
+    assert {name: tuple(p.shape) for name, p in state.items()} == shapes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", BUILDERS)
+@torch.no_grad()
+def test_published_shapes_agree_in_bfloat16(family):
+    config, model = published(family)
+    config.num_hidden_layers = min(config.num_hidden_layers, 8)  # the rest repeat
+    row = FAMILIES[family]
+    with torch.device("cuda"):
+        reference = model(config).bfloat16().eval()
+    with torch.device("meta"):
+        ours = row.model(row.read(config.to_dict()))
+    ours.load_state_dict(pulled(row, ours.config, on_disk(reference, ours.config.tied)), assign=True)
+    ours.rotary.fill(torch.device("cuda"))
+    ids = torch.randint(0, config.vocab_size, (2, 300), device="cuda")
+    theirs, mine = reference(ids).logits.float(), ours.eval()(ids).float()
+    exact = ours.float()(ids)  # what both round
+    scale = exact.abs().max()
+    error = (mine - exact).abs().max() / scale
+    assert error <= max(1.5 * (theirs - exact).abs().max() / scale, 1e-2)
 
 
 def test_bf16_is_kept_and_can_be_changed(tmp_path):

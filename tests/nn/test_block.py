@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from helpers import put, randomize, relative
 from vitrail.errors import ConfigError
 from vitrail.nn import (
+    Attention,
     AttentionConfig,
     Block,
     BlockConfig,
@@ -33,6 +34,7 @@ from vitrail.nn import (
     Rotary,
     RotaryConfig,
     attention_plan,
+    make_mlp,
 )
 
 
@@ -319,3 +321,48 @@ def test_configs_round_trip_and_name_the_nearest_key():
         BlockConfig.read({"width": 8, "attention": {"heads": 4, "kv_heads": 3}, "mlp": {"kind": "plain", "hidden": 8}})
     with pytest.raises(ConfigError, match="hiden"):
         GatedConfig(hidden=8).with_(hiden=9)
+
+
+@pytest.mark.parametrize("bias", ["none", "qkv", "out", "all", "all_but_k"])
+@pytest.mark.parametrize("inner", [None, "layer", "rms"])
+def test_attention_spelt_out(bias, inner):
+    """Every choice of bias and of the norm inside, against the formula."""
+    config = AttentionConfig(heads=3, head_dim=4, bias=bias, inner_norm=inner, eps=1e-3)
+    ours = randomize(Attention(10, config))
+    x = torch.randn(2, 7, 10)
+    q, k, v = (x @ w.T for w in ours.qkv.weight.chunk(3))
+    if bias in ("qkv", "all"):
+        q, k, v = (z + b for z, b in zip((q, k, v), ours.qkv.bias.chunk(3), strict=True))
+    if bias == "all_but_k":
+        q, v = q + ours.q_bias, v + ours.v_bias
+    q, k, v = (z.unflatten(-1, (3, 4)).transpose(1, 2) for z in (q, k, v))
+    seen = ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    seen = ours.inner_norm(seen) if inner else seen
+    seen = seen @ ours.out.weight.T + (ours.out.bias if bias in ("out", "all", "all_but_k") else 0)
+    assert relative(ours(x, Plan()), seen) <= 1e-5
+    biases = {name for name, _ in ours.named_parameters() if "bias" in name and "inner" not in name}
+    assert (
+        biases
+        == {
+            "none": set(),
+            "qkv": {"qkv.bias"},
+            "out": {"out.bias"},
+            "all": {"qkv.bias", "out.bias"},
+            "all_but_k": {"q_bias", "v_bias", "out.bias"},
+        }[bias]
+    )
+
+
+def test_no_bias_for_k_alone_with_a_context():
+    with pytest.raises(ConfigError, match="together"):
+        Attention(8, AttentionConfig(heads=2, bias="all_but_k"), "cross")
+
+
+@pytest.mark.parametrize("inner", [None, "layer"])
+def test_gated_mlp_spelt_out(inner):
+    ours = randomize(make_mlp(6, GatedConfig(hidden=9, bias=True, inner_norm=inner, eps=1e-3)))
+    x = torch.randn(4, 6)
+    gate, up = (x @ ours.gate_up.weight.T + ours.gate_up.bias).chunk(2, dim=-1)
+    y = torch.nn.functional.silu(gate) * up
+    y = ours.norm(y) if inner else y
+    assert relative(ours(x), y @ ours.down.weight.T + ours.down.bias) <= 1e-5

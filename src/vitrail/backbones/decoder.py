@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
-from vitrail.nn import Block, BlockConfig, KVCache, MLPConfig, Plan, Rotary, RotaryConfig
+from vitrail.nn import Block, BlockConfig, KVCache, MLPConfig, Plan, Rotary, RotaryConfig, Work, cost
 from vitrail.nn.norms import make_norm
 
 
@@ -111,3 +111,19 @@ class Decoder(nn.Module):
             dtype=weight.dtype,
             device=weight.device,
         )
+
+
+@cost.flops.register
+def _(module: Decoder, work: Work) -> int:
+    """A lookup is free; the head works for the tokens whose logits are asked for."""
+    asked = work.tokens if work.asked is None else work.asked
+    head = module.embed if module.head is None else module.head
+    return cost.flops(module.blocks, work) + 2 * head.weight.numel() * asked
+
+
+@cost.bytes.register
+def _(module: Decoder, work: Work) -> cost.Bytes:
+    """A tied table is there once, and read whole: as the head."""
+    parts = cost.sum_bytes(module, work)
+    lookup = cost.bytes(module.embed, work)
+    return parts if module.head is not None else parts + cost.Bytes(read=lookup.weights - lookup.read)

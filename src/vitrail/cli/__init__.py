@@ -23,6 +23,11 @@ COMMANDS = {
         "Show how a picture is cut into tokens under every resolution policy.",
         "vitrail grid photo.jpg",
     ),
+    "ledger": Command(
+        "vitrail.cli.ledger:ledger",
+        "Show what models cost: parameters, FLOPs, bytes, and the time that a device needs at least.",
+        "vitrail ledger llama-3.1-8b qwen3-30b-a3b --context 32768",
+    ),
     "rotary": Command(
         "vitrail.cli.rotary:rotary",
         "Draw the rotary layouts: which axis turns which channel, how fast, and what that makes near.",
@@ -32,6 +37,11 @@ COMMANDS = {
         "vitrail.cli.words:app",
         "Show how a text is cut into tokens, or train a tokenizer of your own.",
         'vitrail words "A pane of red glass" --tokenizer folder/with/tokenizer.json',
+    ),
+    "write": Command(
+        "vitrail.cli.write:write",
+        "Go on with a text: a language model writes, token by token.",
+        'vitrail write "Once upon a time"',
     ),
 }
 

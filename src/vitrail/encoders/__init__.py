@@ -1,1 +1,7 @@
 """Pixels and words to features."""
+
+from vitrail.encoders.text import TextConfig, TextTower
+from vitrail.encoders.towers import TowerConfig, Towers, TowersConfig
+from vitrail.encoders.vit import ViT, ViTConfig
+
+__all__ = ["TextConfig", "TextTower", "TowerConfig", "Towers", "TowersConfig", "ViT", "ViTConfig"]

@@ -257,6 +257,8 @@ def _plain(config: DecoderConfig, bias: tuple[str, ...], qk_norm: bool, mlp: typ
         and (block.attention.qk_norm == "rms") == qk_norm
         and isinstance(block.mlp, mlp)
         and (config.rotary.layout, config.rotary.pairing) == ("1d", "half")
+        and block.attention.inner_norm is None
+        and getattr(block.mlp, "inner_norm", None) is None
     )
 
 

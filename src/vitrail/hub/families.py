@@ -2,12 +2,15 @@
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.hub.decoders import DECODERS
+from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
+from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
 
 MODELS: dict[str, tuple[type, type]] = {
     "decoder": (DecoderConfig, Decoder),
+    **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*DECODERS,)}
-"""model_type → family; the first that fits is the one a model is exported as."""
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DECODERS, *ENCODERS, EVA02)}
+"""model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vitrail.errors import CheckpointError
 from vitrail.hub.maps import Move
@@ -10,12 +10,14 @@ from vitrail.hub.maps import Move
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of transformers.
+    """One `model_type` of transformers, or one kind of `architecture` of timm.
 
     read       config.json → our config        write  our config → config.json, without model_type and dtype
     fits       can a config be written as this family?
     moves      the map between tensor names
     leftovers  endings of tensors that hold nothing to learn
+    outer      what older versions wrote before every name
+    key        the key of config.json that names the family
     """
 
     name: str
@@ -25,6 +27,8 @@ class Family:
     fits: Callable[[Any], bool]
     moves: Callable[[Any], list[Move]]
     leftovers: tuple[str, ...] = (".rotary_emb.inv_freq", ".position_ids")
+    outer: str = ""
+    key: Literal["model_type", "architecture"] = "model_type"
 
     def ignores(self, name: str) -> bool:
         return name.endswith(self.leftovers)

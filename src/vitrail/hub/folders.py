@@ -12,7 +12,9 @@ from vitrail.config import Config
 from vitrail.errors import CheckpointError
 from vitrail.hub.families import FAMILIES, MODELS, Family
 from vitrail.hub.files import Weights, read_json, write_json, write_weights
-from vitrail.hub.maps import Move
+from vitrail.hub.maps import Move, under
+from vitrail.hub.packages import PACKAGES
+from vitrail.hub.single import Single, locate, open_single, single_tokenizer
 from vitrail.nn import Rotary
 from vitrail.processing.text import Tokenizer
 
@@ -20,11 +22,14 @@ OWN = "vitrail.json"
 
 
 def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
-    """A model from a folder of ours or of Hugging Face's, or from a hub id.
+    """A model from a folder of ours or of Hugging Face's, from a hub id, from one file (GGUF, llama2.c), or by the name
+    of a package that holds one (`stories15M`, `smollm2-135m`).
 
-    Weights keep the type they are stored in unless `dtype` is given.
+    Weights keep the type they are stored in unless `dtype` is given; quantised ones become float32.
     """
-    folder = Path(name_or_path)
+    folder = locate(name_or_path)
+    if folder.is_file():
+        return _from_single(folder, dtype, device)
     if not (folder / OWN).exists():
         return from_hf(name_or_path, dtype=dtype, device=device)
     about = read_json(folder / OWN)
@@ -54,13 +59,31 @@ def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device:
     """A model from a Hugging Face folder or hub id."""
     folder = _folder(path_or_id)
     about = read_json(folder / "config.json")
-    family = _family_named(about.get("model_type"), folder)
+    family = _family_of(about, folder)
     config = family.read(about)
     with torch.device("meta"):
         model = family.model(config)
     moves = family.moves(config)
     weights = Weights(folder)
+    if family.outer and all(name.startswith(family.outer) for name in weights):
+        moves = under("", family.outer, moves)
     return _fill(model, _pull(weights, moves, family), folder, dtype, device)
+
+
+def _from_single(path: Path, dtype: torch.dtype | None, device: str) -> Any:
+    weights = open_single(path)
+    family = FAMILIES[weights.about["model_type"]]
+    config = family.read(weights.about)
+    with torch.device("meta"):
+        model = family.model(config)
+    return _fill(model, _pull(weights, family.moves(config), family), path, dtype, device)
+
+
+def tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """The tokenizer that belongs to what `load` loads."""
+    path = locate(name_or_path)
+    found = single_tokenizer(path) if path.is_file() else None
+    return Tokenizer.load(_folder(path)) if found is None else found
 
 
 def to_hf(
@@ -86,7 +109,7 @@ def to_hf(
     if state:
         raise CheckpointError(f"the map of {row.name} forgets {sorted(state)[0]!r}")
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**row.write(model.config), "model_type": row.name, "dtype": dtype})
+    write_json(folder / "config.json", {row.key: row.name, "dtype": dtype, **row.write(model.config)})
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -98,7 +121,8 @@ def _folder(path_or_id: str | Path) -> Path:
         return path
     name = str(path_or_id)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"{name} does not exist", "give a folder, or a hub id such as Qwen/Qwen3-0.6B")
+        known = ", ".join(PACKAGES)
+        raise CheckpointError(f"{name} does not exist", f"give a folder, {known}, or a hub id such as Qwen/Qwen3-0.6B")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -111,15 +135,19 @@ def _folder(path_or_id: str | Path) -> Path:
         ) from None
 
 
-def _family_named(name: Any, folder: Path) -> Family:
-    if name not in FAMILIES:
+def _family_of(about: dict[str, Any], folder: Path) -> Family:
+    """The row that config.json names: transformers by its model_type, timm by the first word of its architecture."""
+    key = "architecture" if "architecture" in about and "model_type" not in about else "model_type"
+    name = about.get(key) if key == "model_type" else str(about.get(key)).partition("_")[0]
+    row = FAMILIES.get(name) if isinstance(name, str) else None
+    if row is None or row.key != key:
         raise CheckpointError(
-            f"{folder / 'config.json'} is of the unknown model_type {name!r}", f"known: {', '.join(FAMILIES)}"
+            f"{folder / 'config.json'} is of the unknown {key} {about.get(key)!r}", f"known: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[name]
+    return row
 
 
-def _pull(weights: Weights, moves: list[Move], family: Family) -> Iterable[tuple[str, Tensor]]:
+def _pull(weights: Weights | Single, moves: list[Move], family: Family) -> Iterable[tuple[str, Tensor]]:
     """Our tensors, one move at a time, from theirs; what no move takes is refused."""
     taken = set()
     for move in moves:

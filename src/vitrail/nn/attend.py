@@ -53,9 +53,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     H = q.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, _repeat(k, H), _repeat(v, H)))  # (B, H, ·, D)
+    # The flash kernel reads grouped heads as they are; every other one would fall back to a slow route for them.
+    grouped = plan.simple and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[2] != H
+    if not grouped:
+        k, v = _repeat(k, H), _repeat(v, H)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, ·, D)
     if plan.simple:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, enable_gqa=grouped).transpose(1, 2)
     seen = plan.mask(q.shape[2], k.shape[2], q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
 
@@ -111,7 +115,9 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     kernel = flex_attention if torch.compiler.is_compiling() else _flex_compiled()
-    return kernel(q, k, v, block_mask=blocks, enable_gqa=grouped).transpose(1, 2)
+    # For few queries the compiler would turn to a decoding kernel that lacks some shapes of grouped heads.
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+    return kernel(q, k, v, block_mask=blocks, enable_gqa=grouped, kernel_options=options).transpose(1, 2)
 
 
 ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, Plan], Tensor]] = {

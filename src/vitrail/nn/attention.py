@@ -6,6 +6,7 @@ B batch, L tokens, C context tokens, W width, H heads, G key/value heads, D head
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
@@ -20,14 +21,19 @@ Source = Literal["self", "cross", "joint"]
 
 
 class AttentionConfig(Config):
-    """`kv_heads` fewer than heads: grouped queries. `bias` is on no projection, on q, k and v, or on all four."""
+    """`kv_heads` fewer than heads: grouped queries.
+
+    `bias` is on no projection, on q, k and v, on the one out, on all four, or on all but k's (EVA-02). `inner_norm` is
+    over the heads' joined output, before the projection out (EVA-02 CLIP).
+    """
 
     heads: int
     kv_heads: int | None = None
     head_dim: int | None = None  # width / heads unless given
-    bias: Literal["none", "qkv", "all"] = "none"
+    bias: Literal["none", "qkv", "out", "all", "all_but_k"] = "none"
     qk_norm: Norm | None = None  # over each head's channels
-    eps: float = 1e-6  # of that norm
+    inner_norm: Norm | None = None
+    eps: float = 1e-6  # of those norms
 
     @property
     def groups(self) -> int:
@@ -59,13 +65,19 @@ class Attention(nn.Module):
             raise ConfigError(f"joint attention needs a context of width {width}, not {context_width}")
         self.config, self.width, self.source = config, width, source
         self.head_dim = D = config.channels(width)
-        H, G, bias = config.heads, config.groups, config.bias != "none"
+        H, G, bias = config.heads, config.groups, config.bias in ("qkv", "all")
+        if config.bias == "all_but_k" and source != "self":
+            raise ConfigError(f"{source} attention projects k and v together", "use bias 'all', 'qkv', 'out' or 'none'")
         if source == "self":
             self.qkv = nn.Linear(width, (H + 2 * G) * D, bias=bias)
         else:
             self.q = nn.Linear(width, H * D, bias=bias)
             self.kv = nn.Linear(context_width or width, 2 * G * D, bias=bias)
-        self.out = nn.Linear(H * D, width, bias=config.bias == "all")
+        # With rotary positions a bias on k is no constant that softmax would drop, so leaving it out is a choice.
+        self.q_bias = nn.Parameter(torch.zeros(H * D)) if config.bias == "all_but_k" else None
+        self.v_bias = nn.Parameter(torch.zeros(G * D)) if config.bias == "all_but_k" else None
+        self.out = nn.Linear(H * D, width, bias=config.bias not in ("none", "qkv"))
+        self.inner_norm = make_norm(config.inner_norm, H * D, config.eps) if config.inner_norm else nn.Identity()
         self.q_norm = make_norm(config.qk_norm, D, config.eps) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config.qk_norm, D, config.eps) if config.qk_norm else nn.Identity()
 
@@ -85,12 +97,12 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.out(attend(q, k, v, plan).flatten(2))
+        return self.out(self.inner_norm(attend(q, k, v, plan).flatten(2)))
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         H, G, D = self.config.heads, self.config.groups, self.head_dim
         if self.source == "self":
-            q, k, v = self.qkv(x).unflatten(-1, (-1, D)).split([H, G, G], dim=-2)
+            q, k, v = self._qkv(x).unflatten(-1, (-1, D)).split([H, G, G], dim=-2)
             return q, k, v
         if context is None:
             raise ConfigError(f"{self.source} attention was called without a context")
@@ -98,3 +110,9 @@ class Attention(nn.Module):
             context = torch.cat([context, x], dim=1)
         k, v = self.kv(context).unflatten(-1, (-1, D)).split([G, G], dim=-2)
         return self.q(x).unflatten(-1, (-1, D)), k, v
+
+    def _qkv(self, x: Tensor) -> Tensor:
+        if self.q_bias is None or self.v_bias is None:
+            return self.qkv(x)
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
+        return F.linear(x, self.qkv.weight, bias)

@@ -61,9 +61,12 @@ class KVCache:
         """
         if self.filled + new > self.capacity:
             self._make_room(self.filled + new)
+        empty = self.filled == 0
         self._slots = self.lengths[:, None] + torch.arange(new, device=self.lengths.device)  # (B, N)
         self.lengths = self.lengths + (new if counts is None else counts.to(self.lengths))
         self.filled += new
+        if empty and spans is None and window is None:
+            return Plan(causal=True)  # every token at its own place: the kernels need no mask
         key_spans = None
         if spans is not None:
             spans = spans.to(self.lengths)

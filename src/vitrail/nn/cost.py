@@ -31,6 +31,8 @@ class Work(Config):
     context        tokens of the context that cross-attention projects
     context_pairs  (query, key) pairs between tokens and context
     held           tokens whose keys and values are kept afterwards
+    rows           sequences the tokens belong to: pictures, texts
+    asked          tokens whose logits are asked for; all unless given
     """
 
     tokens: int
@@ -38,21 +40,28 @@ class Work(Config):
     context: int = 0
     context_pairs: int = 0
     held: int = 0
+    rows: int = 1
+    asked: int | None = None
 
     @classmethod
     def full(cls, tokens: int, batch: int = 1) -> "Work":
         """Everything sees everything: a tower."""
-        return cls(tokens=batch * tokens, pairs=batch * tokens * tokens)
+        return cls(tokens=batch * tokens, pairs=batch * tokens * tokens, rows=batch)
+
+    @classmethod
+    def causal(cls, tokens: int, batch: int = 1) -> "Work":
+        """Every token sees its past and is asked for its logits: a training pass, forward."""
+        return cls(tokens=batch * tokens, pairs=batch * tokens * (tokens + 1) // 2, rows=batch)
 
     @classmethod
     def prefill(cls, tokens: int, batch: int = 1) -> "Work":
-        """A causal pass over a prompt whose keys and values are kept."""
-        return cls(tokens=batch * tokens, pairs=batch * tokens * (tokens + 1) // 2, held=batch * tokens)
+        """A causal pass over a prompt whose keys and values are kept, asked for the next token alone."""
+        return cls.causal(tokens, batch).with_(held=batch * tokens, asked=batch)
 
     @classmethod
     def decode(cls, length: int, batch: int = 1) -> "Work":
         """One more token a row, the `length`-th: it sees all, itself included."""
-        return cls(tokens=batch, pairs=batch * length, held=batch * length)
+        return cls(tokens=batch, pairs=batch * length, held=batch * length, rows=batch)
 
     @classmethod
     def planned(cls, plan: Plan, tokens: int, batch: int = 1) -> "Work":
@@ -60,7 +69,7 @@ class Work(Config):
         import torch
 
         seen = plan.mask(tokens, tokens, torch.device("cpu"))
-        return cls(tokens=batch * tokens, pairs=int(seen.sum()) * (batch // len(seen)))
+        return cls(tokens=batch * tokens, pairs=int(seen.sum()) * (batch // len(seen)), rows=batch)
 
     def across(self, context: int, batch: int = 1) -> "Work":
         """The same with a context of so many tokens a row, which every token sees."""
@@ -141,8 +150,7 @@ def bytes(module: nn.Module, work: Work) -> Bytes:
     if isinstance(module, (*FREE, nn.Linear, PatchEmbed)):
         return _own(module)
     if isinstance(module, CONTAINERS):
-        parts = sum((bytes(part, work) for part in module.children()), Bytes())
-        return parts + _direct(module)
+        return sum_bytes(module, work)
     raise _no_rule(module)
 
 
@@ -154,12 +162,24 @@ def _(module: Attention, work: Work) -> Bytes:
 
 
 @bytes.register
+def _(module: nn.Embedding, work: Work) -> Bytes:
+    """A lookup touches a row a token."""
+    table = _own(module).weights
+    return Bytes(weights=table, read=table * min(work.tokens, module.num_embeddings) // module.num_embeddings)
+
+
+@bytes.register
 def _(module: Experts, work: Work) -> Bytes:
     every = sum((bytes(part, work) for part in module.children()), Bytes())
     stacked = _direct(module).weights
     E, A = module.config.count, module.config.active
     touched = E * (1 - (1 - A / E) ** work.tokens)  # distinct experts, on average, when the load is even
     return every + Bytes(weights=stacked, read=round(stacked * touched / E))
+
+
+def sum_bytes(module: nn.Module, work: Work) -> Bytes:
+    """The bytes of a module's parts and of the parameters that hang on it; a rule for whole models."""
+    return sum((bytes(part, work) for part in module.children()), Bytes()) + _direct(module)
 
 
 def _own(module: nn.Module) -> Bytes:

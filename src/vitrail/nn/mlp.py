@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels.linear_gelu import linear_gelu
+from vitrail.nn.norms import Norm, make_norm
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 
@@ -38,11 +40,13 @@ class PlainConfig(Config, tag="plain", tag_field="kind"):
 
 
 class GatedConfig(Config, tag="gated", tag_field="kind"):
-    """activation(gate) · up, down: SwiGLU and its kin"""
+    """activation(gate) · up, down: SwiGLU and its kin; EVA-02 has a norm before the last"""
 
     hidden: int
     activation: Activation = "silu"
     bias: bool = False
+    inner_norm: Norm | None = None
+    eps: float = 1e-6  # of that norm
 
 
 class ExpertsConfig(Config, tag="experts", tag_field="kind"):
@@ -78,7 +82,14 @@ class Plain(nn.Module):
         self.down = nn.Linear(config.hidden, width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.up.bias is not None and _epilogue_runs(x, self.activation):
+            return self.down(linear_gelu(x, self.up.weight, self.up.bias))
         return self.down(activate(self.up(x), self.activation))
+
+
+def _epilogue_runs(x: Tensor, activation: Activation) -> bool:
+    """cuBLASLt's epilogue is the tanh form, and has no gradient."""
+    return activation == "gelu_tanh" and x.is_cuda and x.dtype == torch.bfloat16 and not torch.is_grad_enabled()
 
 
 class Gated(nn.Module):
@@ -86,11 +97,12 @@ class Gated(nn.Module):
         super().__init__()
         self.activation: Activation = config.activation
         self.gate_up = nn.Linear(width, 2 * config.hidden, bias=config.bias)  # one product for both
+        self.norm = make_norm(config.inner_norm, config.hidden, config.eps) if config.inner_norm else nn.Identity()
         self.down = nn.Linear(config.hidden, width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(activate(gate, self.activation) * up)
+        return self.down(self.norm(activate(gate, self.activation) * up))
 
 
 class Experts(nn.Module):
@@ -127,7 +139,7 @@ class Experts(nn.Module):
         # Sort the (token, choice) pairs by expert, so that each expert's tokens lie together.
         order = chosen.flatten().argsort(stable=True)  # (N·A,)
         token = order // self.config.active
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.count)
+        counts = _count(chosen, self.config.count)
         mixed = self._run(flat[token], counts) * weights.flatten()[order, None].to(x.dtype)
         out = torch.zeros_like(flat).index_add(0, token, mixed)
         if self.shared is not None:
@@ -150,10 +162,16 @@ class Experts(nn.Module):
         return torch.cat(pieces)
 
 
+def _count(chosen: Tensor, experts: int) -> Tensor:
+    """(E,) how often each expert was chosen; unlike `bincount`, without asking the device how large the answer is."""
+    flat = chosen.flatten()
+    return torch.zeros(experts, dtype=torch.long, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
+
+
 def balance(probabilities: Tensor, chosen: Tensor) -> Tensor:
     """E · Σₑ (share of choices that fell on e) · (mean probability of e): A when the load is even, more when not."""
     E = probabilities.shape[-1]
-    load = torch.bincount(chosen.flatten(), minlength=E).to(probabilities.dtype) / len(chosen)
+    load = _count(chosen, E).to(probabilities.dtype) / len(chosen)
     return E * (load * probabilities.mean(0)).sum()
 
 

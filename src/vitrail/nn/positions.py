@@ -17,14 +17,16 @@ def text_positions(length: int, start: int = 0) -> Tensor:
     return torch.arange(start, start + length)[:, None].expand(-1, 3)
 
 
-def grid_positions(t: int, h: int, w: int, start: int = 0, step: float = 1.0) -> Tensor:
+def grid_positions(
+    t: int, h: int, w: int, start: int = 0, step: float = 1.0, device: torch.device | None = None
+) -> Tensor:
     """(t·h·w, 3): row-major (t, h, w) ids of a picture or video, offset by `start`.
 
     `step` is absolute time (Qwen2.5-VL): seconds a frame × ids a second. It multiplies before it truncates, so
     half-second frames at two ids a second advance by one; truncating the seconds first would freeze them.
     """
-    time = (torch.arange(t, dtype=torch.float64) * step).long()
-    grid = torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")
+    time = (torch.arange(t, dtype=torch.float64, device=device) * step).long()
+    grid = torch.meshgrid(time, torch.arange(h, device=device), torch.arange(w, device=device), indexing="ij")
     return torch.stack([axis.flatten() for axis in grid], dim=-1) + start
 
 
@@ -54,7 +56,9 @@ class LearnedPositions(nn.Module):
         kind, _, option = self.resize.partition("_")
         cells = self.table[self.prefix :].unflatten(0, self.grid).movedim(-1, 0)[None]  # (1, D, h₀, w₀)
         cells = F.interpolate(
-            cells.float(),  # half precision has no resize on every device, and rounds where it has
+            # Half precision has no resize on every device, and rounds where it has; torch 2.13 on the CPU resizes
+            # channels-last tables wrongly to a width of one where it antialiases.
+            cells.float().contiguous(),
             size=(h, w),
             mode=kind,
             align_corners=option == "corners",

@@ -1,0 +1,127 @@
+"""`vitrail write`: a language model goes on with a text."""
+
+import os
+import secrets
+import sys
+import time
+from typing import Annotated
+
+import torch
+from cyclopts import Parameter
+
+from vitrail import hub
+from vitrail.backbones.decoder import Decoder
+from vitrail.errors import ConfigError
+from vitrail.generate import Sampling, stream
+from vitrail.processing.chat import ChatTemplate
+
+USUAL = 200  # tokens, where the context has room for them
+
+
+def write(
+    prompt: str,
+    /,
+    *,
+    model: str = "stories15M",
+    tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    device: str | None = None,
+) -> None:
+    """Go on with a text, shown as it is written; the last line, on stderr, says how fast.
+
+    Example: vitrail write "Once upon a time"
+
+    Example: vitrail write "Name three colours of glass." --model smollm2-135m --chat
+
+    Parameters
+    ----------
+    prompt
+        How the text begins, or with --chat what to ask.
+    model
+        stories15M or smollm2-135m (fetched when first used), a .gguf file, a llama2.c .bin file, a model folder, or a
+        hub id.
+    tokens
+        How many to write at most; 200, or what the model's context has room for.
+    temperature
+        0 always takes the likeliest token, 1 draws as the model weighs them.
+    top_k
+        Draw only from the k likeliest tokens.
+    top_p
+        Draw only from the likeliest tokens that together reach this probability.
+    min_p
+        Draw only from tokens at least this fraction as likely as the likeliest.
+    seed
+        The same seed writes the same text; without one it is drawn, and shown at the end.
+    stop
+        Text at which to end, itself not shown. May be repeated.
+    chat
+        Ask as the model's chat template has it, and show the answer alone.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    decoder = hub.load(model, device=_usable(device))
+    if not isinstance(decoder, Decoder):
+        raise ConfigError(f"{model} is a {type(decoder).__name__} and does not write text", "give a language model")
+    words = hub.tokenizer(model)
+    if chat:
+        ids = ChatTemplate.of(words).encode([{"role": "user", "content": prompt}], words, generate=True).ids
+    else:
+        ids = words.encode(prompt, specials=True)
+    room = max(1, min(USUAL, decoder.config.context - len(ids)))
+    pieces = stream(
+        decoder,
+        [ids],
+        max_new=room if tokens is None else tokens,
+        sampling=sampling,
+        tokenizer=words,
+        stop_strings=stop,
+    )
+    times = [time.perf_counter()]
+    try:
+        _show("" if chat else prompt)
+        for piece in pieces:
+            _show(piece.text)
+            times.append(time.perf_counter())
+        _show("\n")
+    except BrokenPipeError:  # the reader has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        _show("\n")
+        raise
+    finally:
+        print(_speed(times, sampling), file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _speed(times: list[float], sampling: Sampling) -> str:
+    """What the clock says: the first token carries the prompt, the others are the pace."""
+    count, words = len(times) - 1, []
+    if count:
+        words.append(f"first after {times[1] - times[0]:.2f} s")
+    if count > 1:
+        words.append(f"then {(count - 1) / (times[-1] - times[1]):.1f} tokens/s")
+    if not sampling.greedy:
+        words.append(f"seed {sampling.seed}")
+    return ", ".join([f"{count} token{'s' * (count != 1)}", *words])
+
+
+def _usable(device: str | None) -> str:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device {device!r} cannot be used: {str(error).splitlines()[0]}", "try --device cpu"
+        ) from None
+    return device

@@ -1,0 +1,30 @@
+"""How deep into a tower a layer lies, and a run to there."""
+
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+
+
+def depth_of(layer: int | None, blocks: int) -> int:
+    """How many of a tower's blocks lead to `layer`, counted as transformers counts hidden states: 0 is what enters the
+    first block, k what leaves the k-th, −1 what leaves the last, −2 the one before (LLaVA's choice). None: all."""
+    if layer is None:
+        return blocks
+    if not -blocks - 1 <= layer <= blocks:
+        raise ConfigError(f"a tower of {blocks} blocks has no layer {layer}", f"use {-blocks - 1} … {blocks}")
+    return layer if layer >= 0 else blocks + 1 + layer
+
+
+def run_blocks(blocks: nn.ModuleList, x: Tensor, layer: int | None, **given) -> Tensor:
+    """x through the blocks that lead to `layer`."""
+    for block in islice(blocks, depth_of(layer, len(blocks))):
+        x = block(x, **given)
+    return x
+
+
+def small(*shape: int) -> nn.Parameter:
+    """A learned vector or table, started small."""
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(*shape), std=0.02))

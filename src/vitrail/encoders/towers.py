@@ -1,0 +1,89 @@
+"""Several towers over one picture, their features side by side for every patch (Prismatic: SigLIP ‖ DINOv2).
+
+B batch, C channels, H, W pixels, N patches, D width of one tower
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import Config
+from vitrail.encoders.depth import depth_of
+from vitrail.encoders.vit import ViT, ViTConfig, whole_patches
+from vitrail.errors import ConfigError
+from vitrail.nn import Work, cost
+
+
+class TowerConfig(Config):
+    """A tower, how its pixels are normalised, and the layer its features are taken from (Prismatic: −2)."""
+
+    vit: ViTConfig
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        depth_of(self.layer, self.vit.layers)  # refuses a layer that is not there
+        if len(self.mean) != self.vit.channels or len(self.std) != self.vit.channels:
+            raise ConfigError(
+                f"{self.vit.channels} channels need as many means and deviations: {self.mean}, {self.std}"
+            )
+
+
+class TowersConfig(Config):
+    """`image` is the side of the pictures all towers get; each leaves unread what its patches leave over of it."""
+
+    towers: tuple[TowerConfig, ...]
+    image: int = 224
+
+    @property
+    def width(self) -> int:
+        return sum(tower.vit.block.width for tower in self.towers)
+
+    def __post_init__(self) -> None:
+        if not self.towers:
+            raise ConfigError("there is no tower", "name at least one")
+        sides = [self.image // tower.vit.patch for tower in self.towers]
+        if len(set(sides)) > 1:
+            patches = ", ".join(f"{s} × {s} of patch {t.vit.patch}" for s, t in zip(sides, self.towers, strict=True))
+            raise ConfigError(
+                f"features can stand side by side only where the grids agree: {self.image} pixels make {patches}",
+                "use towers with the same patch",
+            )
+
+
+class Towers(nn.Module):
+    """pixels (B, C, H, W) between 0 and 1, which each tower gets by its own mean and deviation → (B, N, ΣD)."""
+
+    def __init__(self, config: TowersConfig):
+        super().__init__()
+        self.config = config
+        self.towers = nn.ModuleList([ViT(tower.vit) for tower in config.towers])
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        features = []
+        for tower, vit in zip(self.config.towers, self.towers, strict=True):
+            mine = whole_patches(pixels, tower.vit.patch, self.config.image)
+            features.append(vit(normalized(mine, tower.mean, tower.std), layer=tower.layer))
+        return torch.cat(features, dim=-1)
+
+
+def normalized(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """(x − mean) / std, channel by channel: plain numbers, so there is no buffer that a cast could round."""
+    return torch.stack([(pixels[:, c] - m) / s for c, (m, s) in enumerate(zip(mean, std, strict=True))], dim=1)
+
+
+@cost.flops.register
+def _(module: Towers, work: Work) -> int:
+    """`work` counts patches; a prefix is each tower's own, and blocks past its layer are not run."""
+    total = 0
+    for tower, vit in zip(module.config.towers, module.towers, strict=True):
+        assert isinstance(vit, ViT)
+        mine = Work.full(tower.vit.prefix + work.tokens // work.rows, work.rows)
+        spared = vit.blocks[depth_of(tower.layer, tower.vit.layers) :]
+        total += cost.flops(vit, mine) - sum(cost.flops(block, mine) for block in spared)
+    return total
+
+
+@cost.bytes.register
+def _(module: Towers, work: Work) -> cost.Bytes:
+    return cost.sum_bytes(module, work)

@@ -1,0 +1,195 @@
+"""The step of a decoder on a GPU: captured once as a CUDA graph, replayed for every token.
+
+Batch 1 in half precision runs on fused kernels (`nn/kernels/decode.py`); anything else is the model itself, captured,
+which takes the launches off the critical path.
+
+B batch, V vocabulary
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.backbones.decoder import Decoder
+from vitrail.errors import ConfigError
+from vitrail.generate.text import Eager
+from vitrail.nn import GatedConfig, KVCache, Plan
+
+
+class CapturedStep:
+    """ids (B,) → logits (B, V) of the next token; the tokens join the cache, which needs a capacity.
+
+    The logits live in one buffer: read them before the next call. `greedy` makes the graph choose the next token too,
+    and feed it to itself, so that tokens can follow one another without the host.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, *, greedy: bool = False):
+        if not cache.fixed:
+            raise ConfigError(
+                "a captured step needs a cache of fixed capacity", "make it with model.cache(batch, capacity)"
+            )
+        self.model, self.cache, self.greedy = model, cache, greedy
+        weight, batch = model.embed.weight, len(cache.lengths)
+        self.ids = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        self.length = cache.lengths.clone()  # tokens before the one being read; advanced by the graph itself
+        self.logits = torch.zeros(batch, model.config.vocab, dtype=weight.dtype, device=weight.device)
+        self.chosen = torch.zeros(batch, cache.capacity + 1, dtype=torch.long, device=weight.device)
+        self.run: Callable[[], None] = Fused(self) if Fused.suits(model, batch) else self._eager
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, ids: Tensor | None = None) -> Tensor:
+        """Take one token a row: `ids`, or with `greedy` the ones last chosen."""
+        cache = self.cache
+        if cache.filled >= cache.capacity:
+            cache.extend(1)  # says what is wrong
+        if ids is not None:
+            self.ids.copy_(ids)
+        if cache.lengths is not self.length:  # others have written to the cache since
+            self.length.copy_(cache.lengths)
+            cache.lengths = self.length
+        if self.graph is None:
+            self.graph = self._capture()
+        self.graph.replay()
+        cache.filled += 1
+        return self.logits
+
+    def follow(self, count: int) -> Tensor:
+        """(B, count) tokens chosen greedily one after another, without asking the host in between."""
+        start = self.cache.lengths[:, None] + 1
+        for _ in range(count):
+            self()
+        return self.chosen.gather(1, start + torch.arange(count, device=start.device))
+
+    def _step(self) -> None:
+        self.run()
+        self.length.add_(1)
+        if self.greedy:
+            self.ids.copy_(_argmax(self.logits))
+            self.chosen.scatter_(1, self.length[:, None], self.ids[:, None])
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        ids, length = self.ids.clone(), self.length.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(2):  # compiles and tunes the kernels outside the graph; what they write is written again
+                self._step()
+                self.ids.copy_(ids)
+                self.length.copy_(length)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            self._step()
+        return graph
+
+    def _eager(self) -> None:
+        """The model itself over the whole capacity: slots not yet written lie in the future and are not seen."""
+        cache, filled = self.cache, self.cache.filled
+        cache._slots, cache.filled = self.length[:, None], cache.capacity
+        try:
+            plan = Plan(causal=True, index=self.length[:, None])
+            positions = self.length[:, None]
+            hidden = self.model.hidden(self.ids[:, None], positions=positions, plan=plan, cache=cache)
+            self.logits.copy_(self.model.logits(hidden)[:, 0])
+        finally:
+            cache.filled = filled
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """(B, V) → (B,). In two stages where that divides: one row is too little for the reduction kernel to fill a GPU."""
+    B, V = logits.shape
+    if V % 256:
+        return logits.argmax(-1)
+    best, where = logits.view(B, -1, 256).max(-1)  # (B, V/256), the first of equals as argmax has it
+    chunk = best.argmax(-1, keepdim=True)
+    return (chunk * 256 + where.gather(1, chunk))[:, 0]
+
+
+class Captured(Eager):
+    """A stepper for `generate`: the prompt through the model, then a captured step a token."""
+
+    def __init__(self, model: Decoder, rows: int, capacity: int):
+        self.model, self.cache = model, model.cache(rows, capacity)
+        self.captured = CapturedStep(model, self.cache)
+
+    def step(self, ids: Tensor) -> Tensor:
+        return self.captured(ids)
+
+
+class Fused:
+    """A step at batch 1 on fused kernels: five a layer."""
+
+    @staticmethod
+    def suits(model: Decoder, batch: int) -> bool:
+        config, weight = model.config, model.embed.weight
+        block, rotary = config.block, config.rotary
+        channels = block.attention.channels(block.width)
+        return (
+            batch == 1
+            and find_spec("triton") is not None
+            and weight.is_cuda
+            and weight.dtype in (torch.bfloat16, torch.float16)
+            and block.chain == ("self", "mlp")
+            and (block.norm, block.norm_at, block.layer_scale, block.gated) == ("rms", "before", None, False)
+            and isinstance(block.mlp, GatedConfig)
+            and block.mlp.activation == "silu"
+            and block.mlp.inner_norm is None
+            and block.attention.inner_norm is None
+            and block.attention.qk_norm in (None, "rms")
+            and block.attention.heads // block.attention.groups <= 16
+            and channels in (32, 64, 128, 256)
+            and rotary.rotated == channels
+        )
+
+    def __init__(self, step: CapturedStep):
+        from vitrail.nn.kernels.decode import DecodeAttention
+
+        self.step = step
+        model, cache = step.model, step.cache
+        block = model.config.block
+        attention, D = block.attention, block.attention.channels(block.width)
+        H, G, device = attention.heads, attention.groups, step.ids.device
+        self.attend = DecodeAttention(H, G, D, cache.capacity, device)
+        # A text's positions never pass its slots, so a table over the capacity holds every angle.
+        rotation = model.rotary(torch.arange(cache.capacity, device=device)[None])
+        self.cos, self.sin = rotation.cos[0].contiguous(), rotation.sin[0].contiguous()
+
+        def room(size: int) -> Tensor:
+            return torch.empty(size, dtype=step.logits.dtype, device=device)
+
+        self.x, self.y = room(block.width), room(block.width)
+        self.qkv, self.heads, self.hidden = room((H + 2 * G) * D), room(H * D), room(block.mlp.hidden)
+
+    def __call__(self) -> None:
+        from vitrail.nn.kernels.decode import matvec
+
+        step, model, cache = self.step, self.step.model, self.step.cache
+        eps, attention = model.config.block.eps, model.config.block.attention
+        torch.index_select(model.embed.weight, 0, step.ids, out=self.x[None])
+        blocks: Any = model.blocks
+        norm: Any = model.norm
+        for i, block in enumerate(blocks):
+            own, mlp = block.branches["self"], block.branches["mlp"]
+            matvec(self.x, own.op.qkv.weight, self.qkv, bias=own.op.qkv.bias, norm=own.norm.weight, eps=eps)
+            self.attend(
+                self.qkv,
+                cache.k[i, 0],
+                cache.v[i, 0],
+                self.heads,
+                cos=self.cos,
+                sin=self.sin,
+                length=step.length,
+                position=step.length,
+                adjacent=model.config.rotary.pairing == "adjacent",
+                norms=(own.op.q_norm.weight, own.op.k_norm.weight) if attention.qk_norm else None,
+                eps=attention.eps,
+            )
+            matvec(self.heads, own.op.out.weight, self.y, bias=own.op.out.bias, residual=self.x)
+            up, down = mlp.op.gate_up, mlp.op.down
+            matvec(self.y, up.weight, self.hidden, bias=up.bias, norm=mlp.norm.weight, eps=eps, gated=True)
+            matvec(self.hidden, down.weight, self.x, bias=down.bias, residual=self.y)
+        head = model.embed.weight if model.head is None else model.head.weight
+        matvec(self.x, head, step.logits[0], norm=norm.weight, eps=eps)

@@ -1,0 +1,169 @@
+"""`vitrail ledger`: the table says what the ledger says."""
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+from PIL import Image
+
+from vitrail.backbones.presets import DECODERS
+from vitrail.errors import CheckpointError, ConfigError, VitrailError
+from vitrail.lab.ledger import PRESETS, ledger
+from vitrail.show.ledger import si, tokens
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    app = App(result_action="return_value")
+    app.command("vitrail.cli.ledger:ledger", name="ledger")
+
+    def call(*words) -> str:
+        app(["ledger", *map(str, words)], exit_on_error=False)
+        return capsys.readouterr().out
+
+    return call
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """Label → cells of the first table."""
+    split = (re.split(r"\s{2,}", line.strip()) for line in out.split("\n\n")[0].splitlines()[1:])
+    return {label: cells for label, *cells in split}
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (8_030_261_248, "", "8.03 G"),
+        (131_072, "B", "131 kB"),
+        (0.000546, "s", "546 µs"),
+        (3.7404e-3, "s", "3.74 ms"),
+        (999.6e6, "B", "1.00 GB"),
+        (1.0, "s", "1.00 s"),
+        (0, "B", "0 B"),
+        (1.2e-10, "s", "0.120 ns"),
+        (5e21, "FLOP", "5000 EFLOP"),
+    ],
+)
+def test_units(value, unit, shown):
+    assert si(value, unit) == shown
+
+
+def test_contexts_are_short():
+    assert [tokens(n) for n in (500, 8192, 262_144, 2**20)] == ["500", "8k", "256k", "1M"]
+
+
+def test_table(run):
+    out = run("llama-3.1-8b", "qwen3-30b-a3b")
+    shown = rows(out)
+    assert shown["parameters"] == ["8.03 B", "30.5 B"]
+    assert shown["active"] == ["8.03 B", "3.35 B"]
+    assert shown["cache, a token"] == ["131 kB", "98.3 kB"]
+    assert shown["cache, 256k"] == ["34.4 GB", "25.8 GB"]
+    assert shown["a token at 256k"][0] == "11.5 ms m"
+    assert shown["devices needed"] == ["1", "1"]
+    assert "h200: rates measured" in out
+
+
+def test_the_page_shows_what_the_command_prints(run):
+    page = Path(__file__).parents[2] / "docs" / "ledger.md"
+    assert run("llama-3.1-8b", "qwen3-30b-a3b").split("\n\n")[0] in page.read_text()
+
+
+def test_listing_names_every_preset(run):
+    lines = run().splitlines()
+    assert [line.split()[0] for line in lines] == list(PRESETS)
+    assert any("235 B" in line and "22.2 B active" in line for line in lines)
+
+
+def test_settings_reach_the_ledger(run, tmp_path):
+    out = run(
+        "stories15m", "--context", 500, "--batch", 4, "--dtype", "float32", "--device", "a100", "--json", "deep/l.json"
+    )
+    assert "stories15m was made for 256 tokens, not 500" in out
+    assert "a100, batch 4" in out
+    said = json.loads((tmp_path / "deep/l.json").read_text())
+    assert said["devices"]["a100"]["origin"].startswith("datasheet")
+    expected = ledger("stories15m", context=500, batch=4, dtype="float32", devices=["a100"])
+    assert said["ledgers"] == json.loads(json.dumps([expected.plain()]))
+
+
+def test_what_does_not_fit_is_said(run):
+    assert "llama-3.1-70b needs 6 rtx4090" in run("llama-3.1-70b", "--device", "rtx4090", "--context", 512)
+
+
+def test_towers_have_a_table_of_their_own(run):
+    out = run("clip-l14-336", "stories15m", "clip-l-text")
+    pictures, prompts, texts, notes = out.split("\n\n")
+    assert "tokens, a picture             576" in pictures
+    assert "prefill, 8k" in prompts
+    assert "forward, a text" in texts
+    assert "made for 256" in notes
+
+
+def test_narrow_terminals_get_one_model_below_the_other(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    out = run("stories15m", "smollm2-135m", "smollm2-360m")
+    assert out.count("parameters") == 2
+    assert all(len(line) <= 50 for line in out.split("\n\nh200:")[0].splitlines())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "theirs"])
+def test_a_folder_is_read_without_its_weights(run, tmp_path, own):
+    from vitrail.hub.families import FAMILIES
+
+    config = DECODERS["smollm2-135m"]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    if own:
+        about = {"kind": "decoder", "config": config.plain()}
+    else:
+        about = {"model_type": "llama", **FAMILIES["llama"].write(config)}
+    (folder / ("vitrail.json" if own else "config.json")).write_text(json.dumps(about))
+    named, mine = run("smollm2-135m"), run("mine")
+    assert [line.split() for line in mine.splitlines()[1:]] == [line.split() for line in named.splitlines()[1:]]
+
+
+def test_a_single_file_is_read_without_its_weights(run, tmp_path):
+    """llama2.c: width 8, hidden 12, one layer, two heads, two of keys, vocabulary 10, context 4; then the numbers."""
+    parameters = 10 * 8 + (4 * 8 * 8 + 3 * 8 * 12 + 2 * 8) + 8
+    tables = 2 * 4 * 2
+    (tmp_path / "tiny.bin").write_bytes(struct.pack("<7i", 8, 12, 1, 2, 2, 10, 4) + bytes(4 * (parameters + tables)))
+    assert rows(run("tiny.bin", "--context", 4))["parameters"] == [str(parameters)]
+
+
+@pytest.mark.parametrize(
+    ("file", "about", "says"),
+    [
+        ("other.json", {}, "neither vitrail.json nor config.json"),
+        ("config.json", {"model_type": "abacus"}, "unknown model_type 'abacus'"),
+        ("vitrail.json", {"kind": "abacus"}, "unknown kind 'abacus'"),
+    ],
+)
+def test_folders_that_hold_no_model(run, tmp_path, file, about, says):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / file).write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=says):
+        run("mine")
+
+
+def test_picture(run, tmp_path):
+    assert "→ deep/l.png" in run("smollm2-135m", "llama-2-7b", "clip-b16", "--out", "deep/l.png")
+    with Image.open(tmp_path / "deep/l.png") as sheet:
+        two = sheet.size
+    run("smollm2-135m", "llama-2-7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "--out", "l.png")
+    with Image.open(tmp_path / "l.png") as sheet:
+        assert sheet.height > two[1]
+    with pytest.raises(ConfigError, match="one to six decoders, not 0"):
+        run("clip-b16", "--out", "l.png")
+    with pytest.raises(VitrailError, match=r"l\.nonsense cannot be written"):
+        run("stories15m", "--out", "l.nonsense")
+
+
+def test_unknown_names(run):
+    with pytest.raises(ConfigError, match="did you mean smollm2-135m"):
+        run("smollm-135m")

@@ -1,0 +1,118 @@
+import pytest
+import torch
+from cyclopts import App
+
+from helpers import randomize
+from vitrail import hub
+from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.cli import write as module
+from vitrail.errors import CheckpointError, ConfigError, TextError
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
+from vitrail.processing.text import Tokenizer
+
+TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    words = Tokenizer.train(["the red cube and the blue ball"] * 9, 280, specials=["<u>", "<a>"], eos="<u>")
+    words.chat_template = TEMPLATE
+    block = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=32), norm="rms")
+    config = DecoderConfig(vocab=words.size, layers=1, block=block, rotary=RotaryConfig(head_dim=8), context=64)
+    path = tmp_path_factory.mktemp("model")
+    hub.save(randomize(Decoder(config), spread=0.5), path, words)
+    return path
+
+
+@pytest.fixture
+def run(folder):
+    app = App(result_action="return_value")
+    app.command("vitrail.cli.write:write", name="write")
+    return lambda *words: app(
+        ["write", *map(str, words), "--model", str(folder), "--device", "cpu"], exit_on_error=False
+    )
+
+
+def test_the_text_goes_on_from_the_prompt(run, capsys):
+    run("the red", "--tokens", 20, "--seed", 5)
+    out, err = capsys.readouterr()
+    assert out.startswith("the red") and out.endswith("\n") and len(out) > len("the red\n")
+    assert "tokens/s" in err and err.endswith("seed 5\n") and err.startswith("20 tokens, first after")
+    run("the red", "--tokens", 20, "--seed", 5)
+    assert capsys.readouterr().out == out
+    run("the red", "--tokens", 20)
+    assert capsys.readouterr().out != out
+
+
+def test_temperature_zero_needs_no_seed(run, capsys):
+    run("the", "--temperature", 0, "--tokens", 9)
+    one = capsys.readouterr()
+    run("the", "--temperature", 0, "--tokens", 9, "--top-k", 3, "--top-p", 0.5, "--min-p", 0.1)
+    assert capsys.readouterr().out == one.out and "seed" not in one.err
+
+
+def test_the_text_ends_at_a_stop(run, capsys):
+    run("the", "--temperature", 0, "--tokens", 30)
+    whole = capsys.readouterr().out
+    run("the", "--temperature", 0, "--tokens", 30, "--stop", whole[6:8])
+    assert capsys.readouterr().out == whole[: whole.index(whole[6:8], 3)] + "\n"
+
+
+def test_without_a_number_the_context_is_filled(run, capsys):
+    run("the", "--temperature", 0)
+    assert capsys.readouterr().err.startswith(("63 tokens", "62 tokens", "61 tokens"))
+    with pytest.raises(ConfigError, match="pass the 64"):
+        run("the", "--tokens", 64)
+    with pytest.raises(ConfigError, match="pass the 64"):
+        run("red " * 70)
+
+
+def test_a_chat_shows_the_answer_alone(run, folder, capsys, monkeypatch):
+    asked = []
+
+    def listen(model, prompts, **options):
+        asked.extend(prompts)
+        return iter(())
+
+    monkeypatch.setattr(module, "stream", listen)
+    run("the cube", "--chat")
+    assert hub.tokenizer(folder).decode(asked[0]) == "<u>the cube<a>"
+    assert capsys.readouterr().out == "\n"
+
+
+def test_it_stops_cleanly_when_told_to(run, capsys, monkeypatch):
+    whole = module.stream
+
+    def interrupted(*args, **options):
+        for n, piece in enumerate(whole(*args, **options)):
+            if n == 4:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(module, "stream", interrupted)
+    with pytest.raises(SystemExit) as left:
+        run("the", "--seed", 1)
+    assert left.value.code == 130
+    out, err = capsys.readouterr()
+    assert out.startswith("the") and out.endswith("\n") and err.startswith("4 tokens, first after")
+
+
+def test_what_cannot_be_is_said(run, capsys, folder, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="temperature"):
+        run("the", "--temperature", -1)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        module.write("the", model="nowhere", device="cpu")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        module.write("the", model=str(folder), device="quantum")
+    hub.save(hub.load(folder), tmp_path, Tokenizer.train(["the"], 260))
+    with pytest.raises(TextError, match="chat template is missing"):
+        module.write("the", model=str(tmp_path), chat=True, device="cpu")
+    monkeypatch.setattr(module.hub, "load", lambda *_, **__: torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="does not write text"):
+        run("the")
+
+
+def test_help_has_an_example(run, capsys):
+    run("--help")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert 'vitrail write "Once upon a time"' in text and "stories15M" in text

@@ -5,7 +5,9 @@ import torch
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.errors import ConfigError
-from vitrail.generate.captured import CapturedStep, Fused
+from vitrail.generate import GREEDY, generate
+from vitrail.generate.captured import CapturedStep, Fused, capturable
+from vitrail.generate.text import Eager
 from vitrail.nn import AttentionConfig, BlockConfig, ExpertsConfig, GatedConfig, RotaryConfig
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +99,15 @@ def test_experts_are_captured_too():
     logits = CapturedStep(model, cache)(ids[:, 8])
     reference = model(ids)[:, -1]
     assert (logits - reference).abs().max() / reference.abs().max() <= 5e-2
+
+
+def test_generate_captures_by_itself_and_writes_the_same():
+    model = make(BLOCKS["llama"], torch.float32)
+    prompts = [torch.randint(0, 500, (n,)).tolist() for n in (3, 40, 17)]
+    assert capturable(model, 64)
+    fast = generate(model, prompts, max_new=20, sampling=GREEDY)
+    plain = generate(model, prompts, max_new=20, sampling=GREEDY, stepper=Eager)
+    assert [w.ids for w in fast] == [w.ids for w in plain]
 
 
 def test_a_growing_or_full_cache_is_refused():

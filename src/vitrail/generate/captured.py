@@ -16,7 +16,9 @@ from torch import Tensor
 from vitrail.backbones.decoder import Decoder
 from vitrail.errors import ConfigError
 from vitrail.generate.text import Eager
-from vitrail.nn import GatedConfig, KVCache, Plan
+from vitrail.nn import ExpertsConfig, GatedConfig, KVCache, Plan
+
+LONGEST = 32_768  # tokens of a cache that is set aside whole; a longer one grows as it is needed
 
 
 class CapturedStep:
@@ -106,6 +108,14 @@ def _argmax(logits: Tensor) -> Tensor:
     best, where = logits.view(B, -1, 256).max(-1)  # (B, V/256), the first of equals as argmax has it
     chunk = best.argmax(-1, keepdim=True)
     return (chunk * 256 + where.gather(1, chunk))[:, 0]
+
+
+def capturable(model: Decoder, capacity: int) -> bool:
+    """On a GPU, with a cache worth setting aside, and experts that run without asking the host how many each has."""
+    weight, mlp = model.embed.weight, model.config.block.mlp
+    experts = isinstance(mlp, ExpertsConfig)
+    grouped = weight.dtype == torch.bfloat16 and model.config.block.width % 8 == mlp.hidden % 8 == 0
+    return weight.is_cuda and capacity <= LONGEST and (grouped or not experts)
 
 
 class Captured(Eager):

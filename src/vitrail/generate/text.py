@@ -1,7 +1,7 @@
 """Text from a decoder, token by token: unequal prompts side by side, each ending where it should.
 
 The loop knows a model only through two calls, `prefill` and `step`, which give the logits of the next token. `Eager`
-makes them with a cache that grows; a faster maker (compiled, captured in a graph) can be given in its place.
+makes them with a cache that grows, `Captured` (see captured.py) with a CUDA graph.
 
 B rows, L tokens of the longest prompt, V vocabulary
 """
@@ -54,6 +54,13 @@ MakeStepper = Callable[[Decoder, int, int], Stepper]
 """model, rows, the most tokens a row will hold → a stepper"""
 
 
+def _fastest(model: Decoder, rows: int, capacity: int) -> Stepper:
+    """On a GPU a captured step, where the model can be captured."""
+    from vitrail.generate.captured import Captured, capturable  # which imports Eager from here
+
+    return Captured(model, rows, capacity) if capturable(model, capacity) else Eager(model, rows, capacity)
+
+
 class Piece(NamedTuple):
     """One token of one row as it is chosen, and the text that may now be shown: often none, sometimes a few words.
 
@@ -85,7 +92,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     guidance: float = 1.0,
     negative: Sequence[Prompt] | None = None,
-    stepper: MakeStepper = Eager,
+    stepper: MakeStepper | None = None,
 ) -> list[Written]:
     """Continue each prompt; takes what `stream` takes, and gives one `Written` a prompt."""
     ids: list[list[int]] = [[] for _ in prompts]
@@ -122,7 +129,7 @@ def stream(
     stop_strings: Sequence[str] = (),
     guidance: float = 1.0,
     negative: Sequence[Prompt] | None = None,
-    stepper: MakeStepper = Eager,
+    stepper: MakeStepper | None = None,
 ) -> Iterator[Piece]:
     """Continue each prompt, giving every token as it is chosen.
 
@@ -133,13 +140,14 @@ def stream(
     stop_strings  end a row where its text spells one, also across tokens
     guidance      g leads away from the `negative` prompt: u + g·(c − u), of its logits u and the prompt's own c
     negative      a prompt for each row, or one for all
+    stepper       what takes the steps: on a GPU a captured graph where that is possible, unless given
     """
     sampling = sampling or Sampling()
     plan = _plan(model, prompts, max_new, tokenizer, guidance, negative)
     stop_ids = (() if tokenizer is None else tokenizer.stops) if stop_ids is None else stop_ids
     rows = [Row(p, n, stop_ids, stop_strings, tokenizer) for p, n in zip(plan.prompts, plan.limits, strict=True)]
     known = model.config.vocab if tokenizer is None else min(tokenizer.size, model.config.vocab)
-    return _run(model, plan, rows, sampling, known, guidance, stepper)
+    return _run(model, plan, rows, sampling, known, guidance, stepper or _fastest)
 
 
 @torch.no_grad()

@@ -8,7 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vitrail.cli.grid import grid
+from vitrail.cli.ledger import ledger
 from vitrail.cli.rotary import rotary
+from vitrail.cli.write import write
+from vitrail.errors import VitrailError
 
 
 def photographs() -> list[Path]:
@@ -29,6 +32,13 @@ def main() -> None:
     grid(arguments.image or photographs(), out=arguments.out / "grid")
     print("\nWhat drives a rotary slot, and how fast it turns\n")
     rotary(out=arguments.out / "rotary.png")
+    print("\nWhat models cost, without their weights\n")
+    ledger(["llama-3.1-8b", "qwen3-235b-a22b", "smollm2-135m"], out=arguments.out / "ledger.png")
+    print("\nA real language model, 15 million parameters\n")
+    try:
+        write("Once upon a time", tokens=80, seed=1)
+    except VitrailError as error:  # no network or no npm: the rest of the demo stands
+        print(f"no story this time: {error}")
     print(f"\nLook at the pictures in {arguments.out}.")
 
 

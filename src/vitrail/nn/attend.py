@@ -53,8 +53,9 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     H = q.shape[2]
-    # The flash kernel reads grouped heads as they are; every other one would fall back to a slow route for them.
-    grouped = plan.simple and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[2] != H
+    # The flash kernels read grouped heads as they are; the others would fall back to a slow route for them.
+    flash = not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16)
+    grouped = plan.simple and flash and k.shape[2] != H
     if not grouped:
         k, v = _repeat(k, H), _repeat(v, H)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, ·, D)

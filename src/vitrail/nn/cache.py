@@ -96,6 +96,10 @@ class LayerCache(NamedTuple):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, N, G, D) and give all there are (B, filled, G, D)."""
         cache, slots = self.cache, self.cache._slots
+        if cache.filled == slots.shape[1]:  # the first tokens of every row lie at the same slots, and are all there is
+            for store, new in ((cache.k, k), (cache.v, v)):
+                store[self.layer, :, : cache.filled] = new.detach()
+            return k, v
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         with torch.no_grad():
             for store, new in ((cache.k, k), (cache.v, v)):

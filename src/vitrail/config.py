@@ -1,20 +1,42 @@
 """The one way to configure: frozen typed structs that refuse what they do not know."""
 
 import difflib
+import functools
 import re
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
 from vitrail.errors import ConfigError
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Checked(type(msgspec.Struct)):
+    """Checks the types of a struct's fields before its own `__post_init__`: msgspec does so for data it reads, not for
+    what Python code passes, and a misspelt choice would silently take some branch."""
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> type:
+        own = namespace.get("__post_init__")
+        if own is not None:
+
+            @functools.wraps(own)
+            def checked(self: "Config") -> None:
+                _check_types(self)
+                own(self)
+
+            namespace["__post_init__"] = checked
+        return super().__new__(mcls, name, bases, namespace, **options)
+
+
+class Config(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every config.
 
-    Subclasses check themselves in `__post_init__` and raise `ConfigError`; `read` turns plain data (a TOML table,
-    a JSON object) into a config, `plain` turns it back, and `with_` makes an altered copy that is checked again.
+    Types and choices are checked however a config is made. Subclasses check the rest in `__post_init__` and raise
+    `ConfigError`; `read` turns plain data (a TOML table, a JSON object) into a config, `plain` turns it back, and
+    `with_` makes an altered copy that is checked again.
     """
+
+    def __post_init__(self) -> None:
+        """Nothing beyond the types."""
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> Self:
@@ -32,6 +54,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             name = sorted(unknown)[0]
             raise ConfigError(f"{type(self).__name__} has no field {name!r}", _nearest(name, self.__struct_fields__))
         return msgspec.structs.replace(self, **changes)
+
+
+@functools.cache
+def _fields(cls: type) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in msgspec.structs.fields(cls)]
+
+
+def _check_types(config: Config) -> None:
+    for name, kind in _fields(type(config)):
+        value = getattr(config, name)
+        try:
+            converted = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            choices = [repr(c) for k in (kind, *get_args(kind)) if get_origin(k) is Literal for c in get_args(k)]
+            remedy = f"choose from {', '.join(choices)}" if choices and isinstance(value, str) else ""
+            raise ConfigError(f"{type(config).__name__}.{name} is {value!r}: {error}", remedy) from None
+        if converted is not value:  # a list for a tuple, an int for a float
+            msgspec.structs.force_setattr(config, name, converted)
 
 
 def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) -> ConfigError:

@@ -8,7 +8,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers import randomize, relative
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.errors import ConfigError
-from vitrail.nn import AttentionConfig, BlockConfig, ExpertsConfig, GatedConfig, Plan, RotaryConfig, Work, cost
+from vitrail.nn import (
+    AttentionConfig,
+    BlockConfig,
+    ExpertsConfig,
+    GatedConfig,
+    Plan,
+    RotaryConfig,
+    Work,
+    attention_plan,
+    cost,
+)
 
 EXPERTS = ExpertsConfig(count=5, active=2, hidden=12)
 
@@ -186,3 +196,27 @@ def test_bytes_are_those_that_are_there(kind, dtype):
     # the head is read whole; of an embedding that is not the head, a row a token
     assert held.read == (total if model.config.tied else total - (37 - 3) * 20 * size)
     assert cost.bytes(model, Work.prefill(500)).read == total
+
+
+CONFIG = DecoderConfig(
+    vocab=40,
+    layers=2,
+    block=BlockConfig(width=32, attention=AttentionConfig(heads=4, kv_heads=2), mlp=GatedConfig(hidden=40), norm="rms"),
+    rotary=RotaryConfig(head_dim=8),
+)
+
+
+def test_a_cache_makes_its_own_plan():
+    model = Decoder(CONFIG).eval()
+    ids = torch.randint(0, CONFIG.vocab, (2, 9))
+    spans = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 0]] * 2)
+    with torch.no_grad():
+        whole = model(ids, plan=attention_plan(spans=spans, causal=True))
+        cache, pieces = model.cache(2), []
+        for start, end in ((0, 2), (2, 6), (6, 7), (7, 9)):
+            pieces.append(model(ids[:, start:end], cache=cache, spans=spans[:, start:end]))
+    assert relative(torch.cat(pieces, 1), whole) <= 1e-5
+    with pytest.raises(ConfigError, match="its own plan"):
+        model(ids, plan=Plan(causal=True), cache=model.cache(2))
+    with pytest.raises(ConfigError, match="go with a cache"):
+        model(ids, counts=torch.tensor([9, 9]))

@@ -104,7 +104,7 @@ def test_experts_are_captured_too():
 def test_generate_captures_by_itself_and_writes_the_same():
     model = make(BLOCKS["llama"], torch.float32)
     prompts = [torch.randint(0, 500, (n,)).tolist() for n in (3, 40, 17)]
-    assert capturable(model, 64)
+    assert capturable(model, 3, 64)
     fast = generate(model, prompts, max_new=20, sampling=GREEDY)
     plain = generate(model, prompts, max_new=20, sampling=GREEDY, stepper=Eager)
     assert [w.ids for w in fast] == [w.ids for w in plain]

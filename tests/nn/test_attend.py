@@ -1,11 +1,14 @@
 """Routes agree with the textbook formula, and packed samples with themselves alone: values and gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import randomize, relative
+from vitrail.errors import ConfigError
 from vitrail.nn import (
     AttentionConfig,
     Block,
@@ -68,6 +71,35 @@ def test_routes_agree(case):
         for ours, theirs in zip(with_gradients(route, plan, inputs), reference, strict=True):
             # Against the largest of all: with one key to see, the true gradient of q and k is zero.
             assert (ours - theirs).abs().max() <= 1e-5 * max(x.abs().max() for x in reference), route
+
+
+@pytest.mark.parametrize("segments", [[0, 0, 0, 1, 1], [0, 1, 0, 1, 1]], ids=["packed", "broken"])
+@pytest.mark.parametrize("spans", [None, [0, 1, 1, 0, 0]], ids=["plain", "spans"])
+def test_a_plan_of_one_row_serves_a_batch(segments, spans):
+    ids = torch.tensor([segments])
+    plan = attention_plan(ids, None if spans is None else torch.tensor([spans]), causal=True)
+    inputs = tensors(3, 5, 5, 4, 2, 8)
+    together = attend(*inputs, plan)
+    for row in range(3):
+        alone = attend(*(x[row : row + 1] for x in inputs), plan, "plain")
+        assert relative(together[row : row + 1], alone) <= 1e-5
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    for ids in (torch.zeros(2, 5, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)):
+        with pytest.raises(ConfigError, match="does not fit 3 × 5"):
+            attend(*tensors(3, 5, 5, 4, 2, 8), attention_plan(ids))
+    with pytest.raises(ConfigError, match="key_segments"):
+        plan = attention_plan(torch.zeros(1, 5, dtype=torch.long), key_segments=torch.zeros(1, 4, dtype=torch.long))
+        attend(*tensors(3, 5, 5, 4, 2, 8), plan)
+
+
+def test_a_plan_forgets_masks_it_no_longer_needs():
+    plan = attention_plan(causal=True, window=(3, -1))
+    for length in range(1, 60):
+        attend(*tensors(1, length, length, 1, 1, 4), plan)
+    assert len(plan._made) <= 8
+    assert not replace(plan, causal=False)._made
 
 
 def test_cross_attention_routes_agree_and_the_blind_get_zeros():
@@ -252,9 +284,26 @@ def test_unequal_prompts_side_by_side():
                 assert relative(row[0], reference[n + step]) <= 1e-5
 
 
-def test_a_full_cache_says_so():
-    from vitrail.errors import ConfigError
+def test_padding_does_not_fill_a_cache():
+    cache = KVCache(1, 2, 1, 8, capacity=10)
+    cache.extend(10, counts=torch.tensor([8, 7]))
+    assert cache.filled == 8
+    cache.extend(1)
+    assert cache.lengths.tolist() == [9, 8]
 
+
+@pytest.mark.parametrize("counts", [[3, 4], [-1, 2]])
+def test_impossible_counts_are_refused(counts):
+    with pytest.raises(ConfigError, match="real ones"):
+        KVCache(1, 2, 1, 8).extend(3, counts=torch.tensor(counts))
+
+
+def test_an_empty_cache_cannot_be_made():
+    with pytest.raises(ConfigError, match="holds nothing"):
+        KVCache(1, 1, 1, 8, capacity=0)
+
+
+def test_a_full_cache_says_so():
     cache = KVCache(1, 1, 1, 8, capacity=4)
     cache.extend(3)
     with pytest.raises(ConfigError, match="holds 4 tokens and 5"):

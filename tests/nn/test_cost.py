@@ -74,6 +74,10 @@ def test_plans_count_the_pairs_they_allow():
     assert Work.planned(attention_plan(segments), 9).pairs == 16 + 25
     assert Work.planned(attention_plan(segments, causal=True), 9).pairs == 10 + 15
     assert Work.planned(Plan(), 9, batch=2).pairs == 162
+    two = Work.planned(attention_plan(torch.tensor([[0] * 9, [0] * 4 + [1] * 5])), 9)
+    assert (two.tokens, two.pairs, two.rows) == (18, 81 + 41, 2)
+    with pytest.raises(ConfigError, match="2 rows"):
+        Work.planned(attention_plan(torch.zeros(2, 9, dtype=torch.long)), 9, batch=3)
 
 
 def test_decoding_adds_up_to_prefill():

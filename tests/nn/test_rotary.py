@@ -207,11 +207,16 @@ def test_frequencies_survive_casts_and_the_meta_device():
         {"head_dim": 128, "layout": "mrope"},
         {"head_dim": 128, "layout": "mrope", "sections": (16, 16, 16)},
         {"head_dim": 128, "sections": (16, 24, 24)},
+        {"head_dim": 128, "layout": "mrope", "sections": (-8, 36, 36)},
+        {"head_dim": 64, "theta": 0.0},
+        {"head_dim": 64, "scaling": Linear(factor=0.0)},
+        {"head_dim": 2, "scaling": NTK(factor=2.0)},
+        {"head_dim": 64, "layout": "3d"},
         {"head_dim": 128, "layout": "mrope_interleaved", "sections": (4, 30, 30)},
     ],
 )
 def test_impossible_layouts_are_refused(bad):
-    with pytest.raises(ConfigError, match=r"rotary|sections"):
+    with pytest.raises(ConfigError, match=r"rotary|sections|theta|layout"):
         RotaryConfig(**bad)
 
 

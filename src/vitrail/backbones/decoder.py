@@ -71,21 +71,28 @@ class Decoder(nn.Module):
         plan: Plan | None = None,
         cache: KVCache | None = None,
         counts: Tensor | None = None,
+        spans: Tensor | None = None,
     ) -> Tensor:
         """What the head reads, (B, L, W), from ids (B, L) or from embeddings (B, L, W).
 
-        Without `positions` and `plan` the tokens follow one another, each seeing its past and what the cache holds;
-        `counts` (B,) says how many of each row's tokens are real, where a cache is given rows of unequal length.
+        Without a plan the tokens follow one another, each seeing its past and what the cache holds. A cache makes its
+        own plan: `counts` (B,) says how many of each row's tokens are real, `spans` (B, L) which are read both ways.
         """
         if (ids is None) == (embeds is None):
             raise ConfigError("a decoder reads ids or embeddings: give one of the two")
+        if cache is not None and plan is not None:
+            raise ConfigError("a cache makes its own plan", "give `spans` and `counts` instead of a plan")
+        if cache is None and (counts is not None or spans is not None):
+            raise ConfigError("counts and spans go with a cache", "without one, put them in the plan")
         x = self.embed(ids) if embeds is None else embeds  # (B, L, W)
-        L = x.shape[1]
+        if cache is not None:
+            plan = cache.extend(x.shape[1], counts, spans)
         if positions is None:
-            positions = torch.arange(L, device=x.device)[None]
-            positions = positions if cache is None else positions + cache.lengths[:, None]
-        if plan is None:
-            plan = Plan(causal=True) if cache is None else cache.extend(L, counts)
+            positions = torch.arange(x.shape[1], device=x.device)[None] if cache is None else cache.slots
+        return self.through(x, positions, Plan(causal=True) if plan is None else plan, cache)
+
+    def through(self, x: Tensor, positions: Tensor, plan: Plan, cache: KVCache | None = None) -> Tensor:
+        """Embeddings (B, L, W) through the blocks and the last norm."""
         rotation = self.rotary(positions)
         for i, block in enumerate(self.blocks):
             x = block(x, plan, rotation=rotation, cache=None if cache is None else cache.layer(i))

@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError
 from vitrail.generate.text import Eager
 from vitrail.nn import ExpertsConfig, GatedConfig, KVCache, Plan
 
-LONGEST = 32_768  # tokens of a cache that is set aside whole; a longer one grows as it is needed
+LARGEST = 65_536  # tokens of a cache that is set aside whole; a larger one grows as it is needed
 
 
 class CapturedStep:
@@ -47,6 +47,10 @@ class CapturedStep:
         cache = self.cache
         if cache.filled >= cache.capacity:
             cache.extend(1)  # says what is wrong
+        if ids is None and not self.greedy:
+            raise ConfigError(
+                "the step was given no token and does not choose them itself", "give ids, or make it greedy"
+            )
         if ids is not None:
             self.ids.copy_(ids)
         if cache.lengths is not self.length:  # others have written to the cache since
@@ -90,11 +94,10 @@ class CapturedStep:
     def _eager(self) -> None:
         """The model itself over the whole capacity: slots not yet written lie in the future and are not seen."""
         cache, filled = self.cache, self.cache.filled
-        cache._slots, cache.filled = self.length[:, None], cache.capacity
+        cache._slots, cache.filled, cache._first = self.length[:, None], cache.capacity, False
         try:
             plan = Plan(causal=True, index=self.length[:, None])
-            positions = self.length[:, None]
-            hidden = self.model.hidden(self.ids[:, None], positions=positions, plan=plan, cache=cache)
+            hidden = self.model.through(self.model.embed(self.ids)[:, None], self.length[:, None], plan, cache)
             self.logits.copy_(self.model.logits(hidden)[:, 0])
         finally:
             cache.filled = filled
@@ -110,12 +113,12 @@ def _argmax(logits: Tensor) -> Tensor:
     return (chunk * 256 + where.gather(1, chunk))[:, 0]
 
 
-def capturable(model: Decoder, capacity: int) -> bool:
+def capturable(model: Decoder, rows: int, capacity: int) -> bool:
     """On a GPU, with a cache worth setting aside, and experts that run without asking the host how many each has."""
     weight, mlp = model.embed.weight, model.config.block.mlp
     experts = isinstance(mlp, ExpertsConfig)
     grouped = weight.dtype == torch.bfloat16 and model.config.block.width % 8 == mlp.hidden % 8 == 0
-    return weight.is_cuda and capacity <= LONGEST and (grouped or not experts)
+    return weight.is_cuda and rows * capacity <= LARGEST and (grouped or not experts)
 
 
 class Captured(Eager):

@@ -37,7 +37,8 @@ class Sampling(Config):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, self.temperature >= 0, "0 or more; 0 takes the likeliest token")
+        sane = self.temperature == 0 or 1e-3 <= self.temperature <= 1e3  # beyond, logits overflow or all are alike
+        _within("temperature", self.temperature, sane, "0, which takes the likeliest token, or from 0.001 to 1000")
         _within("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1")
         _within("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1")
         _within("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1")

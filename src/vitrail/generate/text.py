@@ -6,6 +6,7 @@ makes them with a cache that grows, `Captured` (see captured.py) with a CUDA gra
 B rows, L tokens of the longest prompt, V vocabulary
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -58,7 +59,7 @@ def _fastest(model: Decoder, rows: int, capacity: int) -> Stepper:
     """On a GPU a captured step, where the model can be captured."""
     from vitrail.generate.captured import Captured, capturable  # which imports Eager from here
 
-    return Captured(model, rows, capacity) if capturable(model, capacity) else Eager(model, rows, capacity)
+    return Captured(model, rows, capacity) if capturable(model, rows, capacity) else Eager(model, rows, capacity)
 
 
 class Piece(NamedTuple):
@@ -210,6 +211,8 @@ def _plan(
     """Everything that can be wrong with a request, found before any work is done."""
     vocab, context = model.config.vocab, model.config.context
     given = _encoded("prompt", prompts, tokenizer, vocab)
+    if not math.isfinite(guidance):
+        raise ConfigError(f"guidance is {guidance}", "use a number; 1 leaves the logits as they are")
     if guidance != 1 and negative is None:
         raise ConfigError(
             f"guidance {guidance} has nothing to lead away from", "give a negative prompt, such as [[bos]]"

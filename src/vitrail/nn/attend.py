@@ -23,6 +23,7 @@ from vitrail.nn.plan import Plan
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None) -> Tensor:
     """q (B, Q, H, D), k and v (B, K, G, D), G divides H → (B, Q, H, D). A query that sees nothing gets zeros."""
+    plan = plan.fitted(q.shape[0], q.shape[1], k.shape[1])
     return ROUTES[route or choose_route(q, k, plan)](q, k, v, plan)
 
 
@@ -53,16 +54,17 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     H = q.shape[2]
-    # The flash kernels read grouped heads as they are; the others would fall back to a slow route for them.
-    flash = not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16)
-    grouped = plan.simple and flash and k.shape[2] != H
+    # Grouped heads are read as they are on the CPU, and by the flash kernel, which knows no mask; the other CUDA
+    # kernels would fall back to a slow route for them.
+    as_they_are = not q.is_cuda or (plan.simple and q.dtype in (torch.bfloat16, torch.float16))
+    grouped = as_they_are and k.shape[2] != H
     if not grouped:
         k, v = _repeat(k, H), _repeat(v, H)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, ·, D)
     if plan.simple:
         return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, enable_gqa=grouped).transpose(1, 2)
     seen = plan.mask(q.shape[2], k.shape[2], q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:

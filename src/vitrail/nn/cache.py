@@ -22,7 +22,7 @@ class KVCache:
             x = block(x, plan, cache=cache.layer(i))
 
     Slots a short row wrote past its count are overwritten by its next tokens, and are never seen before that: they lie
-    in the future of every query. The cache is for generation; no gradient flows through it.
+    in the future of every query. The cache is for generation: what it holds carries no gradient.
     """
 
     def __init__(
@@ -36,43 +36,65 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
+        if capacity is not None and capacity < 1:
+            raise ConfigError(
+                f"a cache of {capacity} tokens holds nothing", "give at least 1, or none so that it grows"
+            )
         self.fixed = capacity is not None
-        shape = (layers, batch, capacity or 64, kv_heads, head_dim)
+        shape = (layers, batch, 64 if capacity is None else capacity, kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)  # (layers, B, K, G, D)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,) tokens each row holds
-        self.filled = 0  # slots in use by the longest row, without asking the device
+        self.filled = 0  # tokens of the longest row, without asking the device
+        self.even = True  # all rows are of one length
         self._slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # (B, N) being written
+        self._first = False  # the tokens being written are the first of every row
 
     @property
     def capacity(self) -> int:
         return self.k.shape[2]
 
+    @property
+    def slots(self) -> Tensor:
+        """(B, N) where the tokens of the last `extend` lie: their positions in a text."""
+        return self._slots
+
     def extend(
-        self,
-        new: int,
-        counts: Tensor | None = None,
-        spans: Tensor | None = None,
-        window: tuple[int, int] | None = None,
+        self, new: int, counts: Tensor | None = None, spans: Tensor | None = None, window: tuple[int, int] | None = None
     ) -> Plan:
         """Reserve slots for `new` tokens a row and give the plan of those queries against the cache.
 
-        `spans` (B, N) read both ways as in `attention_plan`; a span lies within one call.
+        `counts` (B,): how many of each row's tokens are real. `spans` (B, N) read both ways as in `attention_plan`; a
+        span lies within one call.
         """
-        if self.filled + new > self.capacity:
-            self._make_room(self.filled + new)
-        empty = self.filled == 0
+        reached = self.filled + new
+        if reached > self.capacity:
+            self._make_room(reached)
+        self._first = self.filled == 0
         self._slots = self.lengths[:, None] + torch.arange(new, device=self.lengths.device)  # (B, N)
-        self.lengths = self.lengths + (new if counts is None else counts.to(self.lengths))
-        self.filled += new
-        if empty and spans is None and window is None:
-            return Plan(causal=True)  # every token at its own place: the kernels need no mask
+        if counts is None:
+            self.lengths, self.filled = self.lengths + new, reached
+        else:
+            if int(counts.min()) < 0 or int(counts.max()) > new:
+                raise ConfigError(f"rows of {new} tokens cannot hold {counts.tolist()} real ones")
+            self.lengths = self.lengths + counts.to(self.lengths)
+            self.filled, self.even = int(self.lengths.max()), False
+        if spans is None and window is None:
+            if self._first:
+                return Plan(causal=True)  # every token at its own place: the kernels need no mask
+            if new == 1 and self.even:
+                return Plan()  # one token that sees all there is
         key_spans = None
         if spans is not None:
             spans = spans.to(self.lengths)
-            key_spans = torch.zeros(len(spans), self.filled, dtype=spans.dtype, device=spans.device)
-            key_spans = key_spans.scatter(1, self._slots, spans)
+            key_spans = torch.zeros(len(spans), reached, dtype=spans.dtype, device=spans.device)
+            key_spans = key_spans.scatter(1, self._slots, spans)[:, : self._seen]
         return Plan(causal=True, window=window, spans=spans, key_spans=key_spans, index=self._slots)
+
+    @property
+    def _seen(self) -> int:
+        """Slots that a pass looks at: all that hold a token, and on the first pass the padding beside them."""
+        return self._slots.shape[1] if self._first else self.filled
 
     def layer(self, i: int) -> "LayerCache":
         return LayerCache(self, i)
@@ -96,12 +118,12 @@ class LayerCache(NamedTuple):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, N, G, D) and give all there are (B, filled, G, D)."""
         cache, slots = self.cache, self.cache._slots
-        if cache.filled == slots.shape[1]:  # the first tokens of every row lie at the same slots, and are all there is
+        if cache._first:  # every row's tokens lie at the same slots, and are all there is
             for store, new in ((cache.k, k), (cache.v, v)):
-                store[self.layer, :, : cache.filled] = new.detach()
+                store[self.layer, :, : slots.shape[1]] = new.detach()
             return k, v
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         with torch.no_grad():
             for store, new in ((cache.k, k), (cache.v, v)):
                 store[self.layer].index_put_((rows, slots), new.to(store.dtype))
-        return cache.k[self.layer, :, : cache.filled], cache.v[self.layer, :, : cache.filled]
+        return cache.k[self.layer, :, : cache._seen], cache.v[self.layer, :, : cache._seen]

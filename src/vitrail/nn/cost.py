@@ -10,6 +10,7 @@ B batch, N tokens, H heads, G key/value heads, D head width
 from functools import singledispatch
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from vitrail.config import Config
@@ -64,11 +65,12 @@ class Work(Config):
         return cls(tokens=batch, pairs=batch * length, held=batch * length, rows=batch)
 
     @classmethod
-    def planned(cls, plan: Plan, tokens: int, batch: int = 1) -> "Work":
-        """The pairs a plan really allows, counted."""
-        import torch
-
+    def planned(cls, plan: Plan, tokens: int, batch: int | None = None) -> "Work":
+        """The pairs a plan really allows, counted, over the plan's own rows or `batch` copies of its one."""
         seen = plan.mask(tokens, tokens, torch.device("cpu"))
+        batch = len(seen) if batch is None else batch
+        if batch % len(seen):
+            raise ConfigError(f"a plan of {len(seen)} rows does not fit a batch of {batch}")
         return cls(tokens=batch * tokens, pairs=int(seen.sum()) * (batch // len(seen)), rows=batch)
 
     def across(self, context: int, batch: int = 1) -> "Work":

@@ -26,7 +26,7 @@ def patchify(pixels: Tensor, patch: Patch) -> Tensor:
             "choose a resolution policy whose size is a multiple of the patch",
         )
     cut = pixels.reshape(B, C, T // t, t, H // p, p, W // q, q)
-    return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(B, -1, C * t * p * q)
+    return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(B, (T // t) * (H // p) * (W // q), C * t * p * q)
 
 
 def unpatchify(patches: Tensor, patch: Patch, grid: tuple[int, int, int]) -> Tensor:
@@ -36,7 +36,7 @@ def unpatchify(patches: Tensor, patch: Patch, grid: tuple[int, int, int]) -> Ten
     if N != gt * gh * gw or K % (t * p * q):
         raise ConfigError(f"{N} patches of {K} numbers do not fill a {gt} × {gh} × {gw} grid of {t} × {p} × {q}")
     cut = patches.reshape(B, gt, gh, gw, K // (t * p * q), t, p, q)
-    return cut.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(B, -1, gt * t, gh * p, gw * q)
+    return cut.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(B, K // (t * p * q), gt * t, gh * p, gw * q)
 
 
 class PatchEmbed(nn.Module):

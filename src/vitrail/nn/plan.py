@@ -11,6 +11,7 @@ are spans; text-only rows of a cross-attention have a segment no key carries, an
 B batch, Q queries, K keys
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,12 +34,53 @@ class Plan:
     index: Tensor | None = None  # (B, Q): the slot of each query among the keys, where that is not its own place
     lengths: tuple[int, ...] | None = None  # of the segments, where they lie one behind the other
     key_lengths: tuple[int, ...] | None = None
-    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _made: dict[Any, Any] = field(
+        default_factory=dict, init=False, repr=False
+    )  # masks, while the tensors stay as they are
 
     @property
     def simple(self) -> bool:
         """Nothing but a direction: the kernels need no mask."""
         return self.window is None and self.segments is None and self.spans is None and self.index is None
+
+    def fitted(self, rows: int, queries: int, keys: int) -> "Plan":
+        """The plan for so many rows: itself, or repeated if it describes one row; refused where it does not fit."""
+        if self.simple or self.segments is self.spans is self.index is None:
+            return self
+        for name, wanted in (("segments", queries), ("spans", queries), ("index", queries), ("key_segments", keys)):
+            ids = getattr(self, name)
+            if ids is not None and (len(ids) not in (1, rows) or ids.shape[1] != wanted):
+                raise ConfigError(
+                    f"a plan with {name} {tuple(ids.shape)} does not fit {rows} × {queries} queries on {keys} keys",
+                    "make the plan from the batch it is used with",
+                )
+        held = next(len(ids) for ids in (self.segments, self.spans, self.index) if ids is not None)
+        if held == rows:
+            return self
+        return self._remember(("rows", rows), lambda: self._repeated(rows))
+
+    def _repeated(self, rows: int) -> "Plan":
+        def repeat(ids: Tensor | None) -> Tensor | None:
+            return None if ids is None else ids.expand(rows, -1).contiguous()
+
+        return replace(
+            self,
+            segments=repeat(self.segments),
+            key_segments=repeat(self.key_segments),
+            spans=repeat(self.spans),
+            key_spans=repeat(self.key_spans),
+            index=repeat(self.index),
+            lengths=None if self.lengths is None else self.lengths * rows,
+            key_lengths=None if self.key_lengths is None else self.key_lengths * rows,
+        )
+
+    def _remember(self, name: Any, make: Callable[[], Any]) -> Any:
+        """Made once and kept, but not for every length a plan was ever used with."""
+        if name not in self._made:
+            if len(self._made) >= 8:
+                self._made.clear()
+            self._made[name] = make()
+        return self._made[name]
 
     def to(self, device: torch.device | str) -> "Plan":
         """The same plan with its tensors on `device`; do this once, outside the compiled model."""
@@ -76,64 +118,63 @@ class Plan:
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """(B or 1, 1, Q, K) booleans, True where the query sees the key."""
-        name = ("mask", queries, keys, device)
-        if name not in self._made:
-            tensors = (self.segments, self.key_segments, self.spans, self.key_spans)
-            qs, ks, qp, kp = (None if x is None else x.to(device) for x in tensors)
-            q = torch.arange(queries, device=device)[None] if self.index is None else self.index.to(device)
-            k = torch.arange(keys, device=device)
-            rows = [None if x is None else x[:, :, None] for x in (qs, qp)]
-            columns = [None if x is None else x[:, None, :] for x in (ks, kp)]
-            seen = self.sees(q[:, :, None], k[None, None], rows[0], columns[0], rows[1], columns[1])
-            self._made[name] = seen.expand(-1, queries, keys)[:, None]
-        return self._made[name]
+        return self._remember(("mask", queries, keys, device), lambda: self._mask(queries, keys, device))
+
+    def _mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        tensors = (self.segments, self.key_segments, self.spans, self.key_spans)
+        qs, ks, qp, kp = (None if x is None else x.to(device) for x in tensors)
+        q = torch.arange(queries, device=device)[None] if self.index is None else self.index.to(device)
+        k = torch.arange(keys, device=device)
+        rows = [None if x is None else x[:, :, None] for x in (qs, qp)]
+        columns = [None if x is None else x[:, None, :] for x in (ks, kp)]
+        seen = self.sees(q[:, :, None], k[None, None], rows[0], columns[0], rows[1], columns[1])
+        return seen.expand(-1, queries, keys)[:, None]
 
     def block_mask(self, queries: int, keys: int, device: torch.device) -> Any:
         """The same rule as a flex-attention BlockMask: blocks nothing sees are skipped."""
+        return self._remember(("blocks", queries, keys, device), lambda: self._block_mask(queries, keys, device))
+
+    def _block_mask(self, queries: int, keys: int, device: torch.device) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        name = ("blocks", queries, keys, device)
-        if name not in self._made:
-            tensors = (self.index, self.segments, self.key_segments, self.spans, self.key_spans)
-            index, segments, key_segments, spans, key_spans = (None if x is None else x.to(device) for x in tensors)
+        tensors = (self.index, self.segments, self.key_segments, self.spans, self.key_spans)
+        index, segments, key_segments, spans, key_spans = (None if x is None else x.to(device) for x in tensors)
 
-            def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-                return self.sees(
-                    q if index is None else index[b, q],
-                    k,
-                    None if segments is None else segments[b, q],
-                    None if key_segments is None else key_segments[b, k],
-                    None if spans is None else spans[b, q],
-                    None if key_spans is None else key_spans[b, k],
-                )
+        def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return self.sees(
+                q if index is None else index[b, q],
+                k,
+                None if segments is None else segments[b, q],
+                None if key_segments is None else key_segments[b, k],
+                None if spans is None else spans[b, q],
+                None if key_spans is None else key_spans[b, k],
+            )
 
-            batch = next((len(x) for x in (segments, spans, index) if x is not None), None)
-            self._made[name] = create_block_mask(seen, batch, None, queries, keys, device=device)
-        return self._made[name]
+        batch = next((len(x) for x in (segments, spans, index) if x is not None), None)
+        return create_block_mask(seen, batch, None, queries, keys, device=device)
 
     def pieces(self) -> list["Plan"]:
         """What the plan says within each packed segment, one by one."""
-        if "pieces" not in self._made:
-            assert self.lengths is not None
-            bare = Plan(causal=self.causal, window=self.window)
-            if self.spans is None:
-                self._made["pieces"] = [bare] * len(self.lengths)
-            else:  # spans come with self-attention alone, where keys are the queries
-                cut = self.spans.flatten().split(self.lengths)
-                self._made["pieces"] = [replace(bare, spans=s[None], key_spans=s[None], _made={}) for s in cut]
-        return self._made["pieces"]
+        return self._remember("pieces", self._pieces)
+
+    def _pieces(self) -> list["Plan"]:
+        assert self.lengths is not None
+        bare = Plan(causal=self.causal, window=self.window)
+        if self.spans is None:
+            return [bare] * len(self.lengths)
+        # Spans come with self-attention alone, where keys are the queries.
+        cut = self.spans.flatten().split(self.lengths)
+        return [replace(bare, spans=s[None], key_spans=s[None]) for s in cut]
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where each packed segment starts, (segments + 1,) int32, for queries and for keys."""
-        name = ("offsets", device)
-        if name not in self._made:
-            pair = []
-            for lengths in (self.lengths, self.key_lengths):
-                assert lengths is not None
-                ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-                pair.append(ends.to(device, torch.int32))
-            self._made[name] = tuple(pair)
-        return self._made[name]
+        return self._remember(("offsets", device), lambda: self._offsets(device))
+
+    def _offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        assert self.lengths is not None and self.key_lengths is not None
+        starts = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (self.lengths, self.key_lengths))
+        queries, keys = (x.to(device, torch.int32) for x in starts)
+        return queries, keys
 
 
 def attention_plan(

@@ -89,8 +89,12 @@ class RotaryConfig(Config):
                 f"rotary layout {self.layout!r} cannot turn {self.rotated} of {self.head_dim} channels",
                 f"use a positive multiple of {unit}, at most the head's width",
             )
+        if self.scaling is not None and not self.scaling.factor > 0:
+            raise ConfigError(f"a rotary scaling by {self.scaling.factor} stops every slot", "use a factor above 0")
+        if not self.theta > 1 or (isinstance(self.scaling, NTK) and self.rotated < 4):
+            raise ConfigError(f"theta {self.theta} over {self.rotated} channels gives no falling ladder of frequencies")
         if self.layout.startswith("mrope"):
-            if self.sections is None or sum(self.sections) != self.rotated // 2:
+            if self.sections is None or min(self.sections) < 0 or sum(self.sections) != self.rotated // 2:
                 raise ConfigError(
                     f"sections {self.sections} do not share out {self.rotated // 2} slots over (t, h, w)",
                     f"give three numbers that add up to {self.rotated // 2}",

@@ -1,5 +1,8 @@
 """One kind of error for what a person can mend: it names the culprit and the remedy."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class VitrailError(Exception):
     """Something outside the code is wrong: a file, a config, an argument.
@@ -27,3 +30,18 @@ class TextError(VitrailError):
 
 class CheckpointError(VitrailError):
     """Weights that cannot be read, or do not fit the model."""
+
+
+class TrainError(VitrailError):
+    """A run that cannot go on, with all that was done kept."""
+
+
+class StreamError(VitrailError):
+    """A sample that cannot be one stream: tokens, features, spans or losses that do not fit each other."""
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A remedy for a name that nobody knows: the one it comes closest to, or `otherwise`, or all that there are."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(known)}"

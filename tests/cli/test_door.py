@@ -1,5 +1,7 @@
 """The front door: help is light, errors are words, every command shows an example."""
 
+import os
+import shlex
 import subprocess
 import sys
 
@@ -7,6 +9,7 @@ import pytest
 
 import vitrail
 from vitrail.cli import COMMANDS, app, main
+from vitrail.processing.text import Tokenizer
 
 LIGHT = """
 import sys
@@ -50,3 +53,28 @@ def test_rooms_load_when_named():
     assert vitrail.nn.Block
     with pytest.raises(AttributeError, match="rooms"):
         _ = vitrail.attic
+
+
+def vitrail_in_a_shell(*words: str, reader: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """`vitrail words | reader`, whose status is vitrail's."""
+    line = f"{shlex.join([sys.executable, '-m', 'vitrail.cli', *words])}{reader}; exit ${{PIPESTATUS[0]}}"
+    variables = {**os.environ, **environment}
+    return subprocess.run(["bash", "-c", line], capture_output=True, check=False, env=variables)
+
+
+@pytest.fixture
+def words(tmp_path) -> list[str]:
+    """A command that is quick to load and prints what is not ASCII."""
+    Tokenizer.train(["ab"], 260).save(tmp_path)
+    return ["words", "a b", "--tokenizer", str(tmp_path)]
+
+
+def test_a_reader_may_leave_early(words):
+    out = vitrail_in_a_shell(*words, reader=" | true")
+    assert (out.returncode, out.stderr) == (0, b"")
+
+
+def test_a_terminal_may_lack_characters(words):
+    out = vitrail_in_a_shell(*words, PYTHONIOENCODING="ascii")
+    assert (out.returncode, out.stderr) == (0, b"")
+    assert b"?" in out.stdout

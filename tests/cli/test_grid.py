@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 from cyclopts import App
 from PIL import Image
@@ -24,11 +26,11 @@ def photo(tmp_path):
 def test_table_and_sheet(run, photo, capsys, tmp_path):
     run(photo)
     out = capsys.readouterr().out
-    assert f"{photo}  672×672  → out/grid/photo.png" in out
+    assert f"{photo}  672×672  → out/grid/photo-grid.png" in out
     rows = {line.split()[0]: line.split()[1:3] for line in out.splitlines()[2:]}
     assert list(rows) == list(POLICIES)
     assert rows["anyres"] == ["5", "2,928"] and rows["hd9"] == ["10", "1,450"] and rows["native"] == ["1", "576"]
-    with Image.open(tmp_path / "out/grid/photo.png") as sheet:
+    with Image.open(tmp_path / "out/grid/photo-grid.png") as sheet:
         assert sheet.width > 1000
 
 
@@ -36,7 +38,7 @@ def test_chosen_policies(run, photo, capsys, tmp_path):
     run(photo, "--policy", "naflex", "--policy", "qwen3-vl", "--out", tmp_path / "sheets")
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == ["naflex", "qwen3-vl"]
-    assert (tmp_path / "sheets/photo.png").exists()
+    assert (tmp_path / "sheets/photo-grid.png").exists()
     with pytest.raises(ConfigError, match="did you mean 'naflex'"):
         run(photo, "--policy", "naflx")
 
@@ -51,7 +53,7 @@ def test_one_broken_picture_spares_the_others(run, photo, capsys, tmp_path):
         run(photo, broken, tmp_path / "absent.png", other, "--policy", "naive")
     assert "2 of 4" in caught.value.problem
     assert "broken.jpg" in caught.value.problem and "absent.png" in caught.value.problem
-    assert sorted(path.name for path in (tmp_path / "out/grid").iterdir()) == ["photo-2.png", "photo.png"]
+    assert sorted(path.name for path in (tmp_path / "out/grid").iterdir()) == ["photo-grid-2.png", "photo-grid.png"]
     assert capsys.readouterr().out.count("→") == 2
 
 
@@ -90,3 +92,27 @@ def test_help_names_every_policy(run, capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Example: vitrail grid photo.jpg" in text
     assert not [name for name in [*POLICIES, *PRESETS] if name not in text]
+
+
+def test_a_picture_is_never_written_over(run, photo, tmp_path):
+    shutil.copy(photo, tmp_path / "photo-grid.png")
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.png")}
+    run("photo.png", tmp_path / "photo-grid.png", "--out", ".", "--policy", "naive")
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path.name for path in tmp_path.glob("*.png")} - {path.name for path in before} == {
+        "photo-grid-2.png",
+        "photo-grid-grid.png",
+    }
+
+
+def test_the_limit_of_pixels_is_an_option(run, photo, capsys):
+    with pytest.raises(ImageError, match="over the limit of 1,000") as caught:
+        run(photo, "--max-pixels", 1000)
+    assert "--max-pixels" in caught.value.remedy
+    run(photo, "--max-pixels", 672 * 672, "--policy", "naive")
+    assert "672×672" in capsys.readouterr().out
+
+
+def test_an_empty_name_is_no_picture(run):
+    with pytest.raises(ImageError, match="no picture given"):
+        run("")

@@ -165,5 +165,47 @@ def test_picture(run, tmp_path):
 
 
 def test_unknown_names(run):
-    with pytest.raises(ConfigError, match="did you mean smollm2-135m"):
+    with pytest.raises(ConfigError, match="did you mean 'smollm2-135m'"):
         run("smollm-135m")
+
+
+def test_an_impossible_picture_is_refused_before_the_work(run, monkeypatch):
+    monkeypatch.setattr("vitrail.cli.ledger.make_ledger", None)
+    with pytest.raises(VitrailError, match=r"l\.nonsense cannot be written"):
+        run("stories15m", "--out", "l.nonsense")
+
+
+def test_impossible_places(run, tmp_path):
+    (tmp_path / "file").touch()
+    for option, name in (("--out", "file/l.png"), ("--json", "file/l.json")):
+        with pytest.raises(VitrailError, match=f"{name} cannot be written") as caught:
+            run("stories15m", option, name)
+        assert option in caught.value.remedy
+
+
+def test_a_device_named_twice_is_shown_once(run):
+    assert run("stories15m", "--device", "a100", "--device", "a100").count("a100, batch 1") == 1
+
+
+def test_what_is_no_model_says_what_is(run, tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    with pytest.raises(CheckpointError, match=r"a\.png is no model file") as caught:
+        run("a.png")
+    assert ".gguf" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"kind": ["x"]}, r"unknown kind \['x'\]"),
+        ({"kind": "decoder", "config": "x"}, "DecoderConfig"),
+        ({"kind": "decoder", "config": {**DECODERS["stories15m"].plain(), "layers": 3_000_000}}, "3,000,000 layers"),
+        ({"kind": "decoder", "config": {**DECODERS["stories15m"].plain(), "layers": 0}}, "layers"),
+    ],
+)
+def test_a_wrong_vitrail_json_is_named(run, tmp_path, about, says):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "vitrail.json").write_text(json.dumps(about))
+    with pytest.raises(VitrailError, match=says) as caught:
+        run("mine")
+    assert "vitrail.json" in caught.value.problem

@@ -89,3 +89,12 @@ def test_lines_fit_the_terminal():
     assert "".join(lines).count("│") == 2 * len(cells)
     assert columns("漢a\u0301") == 3
     assert ruled([], 20) == []
+
+
+def test_sizes_that_cannot_be(tmp_path):
+    (tmp_path / "a.txt").write_text("ab ab")
+    with pytest.raises(TextError, match="1,000,000,000 is too large"):
+        run("train", tmp_path / "a.txt", "--vocab", 10**9, "--out", tmp_path / "words")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(TextError, match=r"empty\.txt: no text"):
+        run("train", tmp_path / "empty.txt", "--out", tmp_path / "words")

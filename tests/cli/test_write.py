@@ -1,11 +1,11 @@
 import pytest
-import torch
 from cyclopts import App
 
 from helpers import randomize
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.cli import write as module
+from vitrail.encoders import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError, TextError
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.processing.text import Tokenizer
@@ -97,19 +97,33 @@ def test_it_stops_cleanly_when_told_to(run, capsys, monkeypatch):
     assert out.startswith("the") and out.endswith("\n") and err.startswith("4 tokens, first after")
 
 
-def test_what_cannot_be_is_said(run, capsys, folder, tmp_path, monkeypatch):
+def test_what_cannot_be_is_said(run, tmp_path):
     with pytest.raises(ConfigError, match="temperature"):
         run("the", "--temperature", -1)
     with pytest.raises(CheckpointError, match="does not exist"):
         module.write("the", model="nowhere", device="cpu")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        module.write("the", model=str(folder), device="quantum")
-    hub.save(hub.load(folder), tmp_path, Tokenizer.train(["the"], 260))
-    with pytest.raises(TextError, match="chat template is missing"):
-        module.write("the", model=str(tmp_path), chat=True, device="cpu")
-    monkeypatch.setattr(module.hub, "load", lambda *_, **__: torch.nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="does not write text"):
-        run("the")
+    (tmp_path / "a.png").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"a\.png is no model file"):
+        module.write("the", model=str(tmp_path / "a.png"), device="cpu")
+
+
+def test_what_cannot_be_is_said_before_the_weights_are_read(folder, tmp_path, monkeypatch):
+    hub.save(hub.load(folder), tmp_path / "mute", Tokenizer.train(["the"], 260))
+    block = BlockConfig(width=8, attention=AttentionConfig(heads=1), mlp=GatedConfig(hidden=8))
+    hub.save(ViT(ViTConfig(layers=1, block=block)), tmp_path / "seeing")
+    monkeypatch.setattr(module.hub, "load", None)
+    for device in ("quantum", "meta"):
+        with pytest.raises(ConfigError, match=f"{device}' cannot be used"):
+            module.write("the", model=str(folder), device=device)
+    with pytest.raises(ConfigError, match="--tokens is 0"):
+        module.write("the", model=str(folder), tokens=0, device="cpu")
+    with pytest.raises(ConfigError, match="--stop is empty"):
+        module.write("the", model=str(folder), stop=("a", ""), device="cpu")
+    with pytest.raises(TextError, match="mute has no chat template") as caught:
+        module.write("the", model=str(tmp_path / "mute"), chat=True, device="cpu")
+    assert "--chat" in caught.value.remedy
+    with pytest.raises(ConfigError, match="is a ViT and does not write text"):
+        module.write("the", model=str(tmp_path / "seeing"), device="cpu")
 
 
 def test_help_has_an_example(run, capsys):

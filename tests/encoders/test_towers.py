@@ -63,7 +63,17 @@ def test_costs():
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(pixels)
     assert cost.flops(model, Work.full(16, batch=2)) == counter.get_total_flops()
-    assert cost.bytes(model, Work.full(16)).weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_bytes_are_those_a_pass_reads():
+    """Not the blocks behind a tower's layer, nor the norm after them, nor its pool."""
+    first = TowerConfig(vit=one(16, pool="attention"), layer=-2)
+    model = Towers(TowersConfig(towers=(first, towers().config.towers[1]), image=12))
+    model(torch.rand(1, 3, 12, 12)).sum().backward()
+    read = sum(p.numel() * 4 for p in model.parameters() if p.grad is not None)
+    total = sum(p.numel() * 4 for p in model.parameters())
+    assert cost.bytes(model, Work.full(16)) == cost.Bytes(weights=total, read=read)
+    assert read < total
 
 
 def test_prismatic_costs_what_is_published():

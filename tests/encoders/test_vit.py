@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import randomize, relative
 from vitrail.encoders import ViT, ViTConfig
+from vitrail.encoders.presets import VITS
+from vitrail.encoders.vit import _mean
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig, Work, cost
 
@@ -173,6 +175,31 @@ def test_no_pool():
         vit().pool(torch.randn(1, 3, 12, 12))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_mean_of_many_halves(dtype):
+    """288 · 300 passes what a float16 holds; padding may hold anything."""
+    patches = torch.full((2, 300, 4), 300.0, dtype=dtype)
+    patches[1, 288:] = torch.nan
+    segments = -(torch.arange(300) >= torch.tensor([[300], [288]])).long()
+    assert torch.equal(_mean(patches, segments), torch.full((2, 4), 300.0, dtype=dtype))
+    assert torch.equal(_mean(patches[:1], None), torch.full((1, 4), 300.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["cls", "registers", "attention"])
+def test_a_head_reads_the_pooled_vector(kind):
+    model, bare = vit(kind, head=7), vit(kind)
+    bare.load_state_dict({name: p for name, p in model.state_dict().items() if not name.startswith("head.")})
+    pixels = torch.randn(2, 3, 12, 12)
+    assert model.config.pooled == 7 and bare.config.pooled == 24
+    assert torch.equal(model.pool(pixels), model.head(bare.pool(pixels)))
+
+
+def test_released_heads_are_applied():
+    with torch.device("meta"):
+        clip = ViT(VITS["eva02-l14-clip"])
+        assert clip.pool(torch.empty(1, 3, 224, 224)).shape == (1, 768)
+
+
 def counted(call) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call()
@@ -188,8 +215,18 @@ def test_costs(kind, size):
     work = model.work(2, *size)
     flops = cost.flops(model, work)
     assert flops == counted(lambda: model(pixels))
-    total = sum(p.numel() * 4 for p in model.parameters())
-    assert cost.bytes(model, work) == cost.Bytes(weights=total, read=total)
     if model.pooler is not None:
         pool = cost.flops(model.pooler, Work(tokens=2 * size[0] * size[1] // 9, pairs=0, rows=2))
         assert flops + pool == counted(lambda: model.pool(pixels))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_a_pass_reads(kind):
+    """What gets a gradient was read; the rest only weighs."""
+    more = {} if kind == "bare" else {"head": 5}
+    model = vit(kind, mask=True, **more)
+    model(torch.randn(1, 3, 12, 12)).sum().backward()
+    read = sum(p.numel() * 4 for p in model.parameters() if p.grad is not None)
+    total = sum(p.numel() * 4 for p in model.parameters())
+    assert cost.bytes(model, model.work()) == cost.Bytes(weights=total, read=read)
+    assert read < total

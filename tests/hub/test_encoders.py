@@ -32,8 +32,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from helpers import randomize, relative
 from vitrail.encoders import TextTower, ViT
 from vitrail.encoders.presets import TEXTS, VITS
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
+from vitrail.hub.configs import read_config
 from vitrail.hub.encoders import DEFAULTS, ENCODERS
 from vitrail.hub.families import FAMILIES
 from vitrail.models.clip import CONTRASTIVE, Contrastive
@@ -462,3 +463,29 @@ def _can(row, config) -> bool:
     return {"ViTConfig": ViT, "TextConfig": TextTower, "ContrastiveConfig": Contrastive}[
         type(config).__name__
     ] is row.model
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"model_type": "clip", "vision_config": "x"}, "vision_config"),
+        ({"model_type": "clip", "vision_config": {"hidden_size": "7"}}, r"vision_config\.hidden_size"),
+        ({"model_type": "clip", "projection_dim": [1]}, "projection_dim"),
+        ({"model_type": "clip_text_model", "eos_token_id": "x"}, "eos_token_id"),
+        ({"model_type": "dinov2", "patch_size": 0}, "patch_size"),
+        ({"model_type": "dinov2", "mlp_ratio": "4"}, "mlp_ratio"),
+        ({"model_type": "siglip2_vision_model", "num_patches": -4}, "num_patches"),
+        ({"model_type": "siglip_vision_model", "hidden_act": ["gelu"]}, "hidden_act"),
+        ({"architecture": "eva02_base_patch14_224", "model_args": "x"}, "model_args"),
+        ({"architecture": "eva02_base_patch14_224", "model_args": {"ref_feat_shape": 16}}, "ref_feat_shape"),
+        ({"architecture": "eva02_base_patch14_224", "num_classes": "x"}, "num_classes"),
+        ({"architecture": ["eva02"]}, "architecture"),
+        ({"model_type": ["clip"]}, "model_type"),
+    ],
+)
+def test_a_wrong_config_is_an_error_that_names_file_and_key(about, says, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    for read in (from_hf, read_config):
+        with pytest.raises(VitrailError, match=says) as error:
+            read(tmp_path)
+        assert str(tmp_path / "config.json") in error.value.problem

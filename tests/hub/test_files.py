@@ -67,9 +67,10 @@ def test_an_index_is_not_believed(tmp_path):
         (tmp_path / "inside" / INDEX).write_text(json.dumps({"weight_map": {"a": target}}))
         with pytest.raises(CheckpointError, match=says):
             Weights(tmp_path / "inside")
-    (tmp_path / "inside" / INDEX).write_text('{"weight_map": 3}')
-    with pytest.raises(CheckpointError, match="no index"):
-        Weights(tmp_path / "inside")
+    for broken in ('{"weight_map": 3}', '{"weight_map": {"a": 5}}', "{}"):
+        (tmp_path / "inside" / INDEX).write_text(broken)
+        with pytest.raises(CheckpointError, match="no index"):
+            Weights(tmp_path / "inside")
 
 
 def test_missing_things_are_named(tmp_path):

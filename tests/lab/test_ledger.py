@@ -153,10 +153,10 @@ def test_text_towers_and_pairs():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"model": "lama-3.1-8b"}, "did you mean llama-3.1-8b"),
-        ({"model": "Qwen3-4B"}, "did you mean qwen3-4b"),
+        ({"model": "lama-3.1-8b"}, "did you mean 'llama-3.1-8b'"),
+        ({"model": "Qwen3-4B"}, "did you mean 'qwen3-4b'"),
         ({"model": "?"}, "`vitrail ledger` lists"),
-        ({"dtype": "bfloat61"}, "did you mean bfloat16"),
+        ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"devices": ["abacus"]}, "known: h200, h100, a100, rtx4090"),
         ({"context": 0}, "at least one"),
         ({"batch": -1}, "at least one"),

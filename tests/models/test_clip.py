@@ -29,7 +29,9 @@ SIGLIP = ContrastiveConfig(
     log_scale=math.log(10),
     bias=-10.0,
 )
+EVA = ContrastiveConfig(image=IMAGE.with_(head=12, mask=True), text=TEXT)  # a head is the projection
 BOTH = pytest.mark.parametrize("config", [CLIP, SIGLIP], ids=["clip", "siglip"])
+ALL = pytest.mark.parametrize("config", [CLIP, SIGLIP, EVA], ids=["clip", "siglip", "eva"])
 
 
 def pair(count: int = 3):
@@ -64,7 +66,7 @@ def test_save_and_load(config, tmp_path):
     assert torch.equal(again(pixels, ids), model(pixels, ids))
 
 
-@BOTH
+@ALL
 def test_costs(config):
     with torch.device("meta"):
         model = Contrastive(config.with_(text=config.text.with_(causal=False)))
@@ -72,7 +74,17 @@ def test_costs(config):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(pixels, ids)
     assert cost.flops(model, model.work(3)) == counter.get_total_flops()
-    assert cost.bytes(model, model.work(3)).weights == sum(p.numel() * 4 for p in model.parameters())
+    total = sum(p.numel() * 4 for p in model.parameters())
+    idle = 0 if model.image.mask is None else 4 * 16
+    rows = 4 * 12 * (50 - 27)  # of the table of words, those that 27 tokens cannot meet
+    assert cost.bytes(model, model.work(3)) == cost.Bytes(weights=total, read=total - idle - rows)
+
+
+def test_a_head_is_what_is_compared():
+    model = randomize(Contrastive(EVA)).eval()
+    pixels, ids = pair()
+    assert model.encode_image(pixels).shape == model.encode_text(ids).shape == (3, 12)
+    assert Contrastive(EVA.with_(embed=5)).eval().encode_image(pixels).shape == (3, 5)
 
 
 def test_what_cannot_be():

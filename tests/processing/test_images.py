@@ -6,6 +6,7 @@ import random
 import struct
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from PIL import Image, ImageCms, ImageFile, ImageOps, features
 from transformers.image_transforms import convert_to_rgb, normalize, rescale
 
 from vitrail.errors import ConfigError, ImageError
+from vitrail.processing import images
 from vitrail.processing.images import FORMATS, NORMS, load_image, to_array
 
 
@@ -280,6 +282,19 @@ def test_the_limit_is_a_parameter():
     refused(noise(10, 10), "over the limit", max_pixels=99)
     refused(np.zeros((10, 10), np.uint8), "over the limit", max_pixels=99)
     assert limit == Image.MAX_IMAGE_PIXELS
+
+
+def test_a_limit_above_pillows_own(monkeypatch):
+    """Pillow refuses twice its limit by itself; ours is raised around it, from several threads at once."""
+    monkeypatch.setattr(images, "MAX_PIXELS", 50)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+    data = encode(noise(20, 20), "PNG")
+    refused(data, "is huge", max_pixels=50)
+    with ThreadPoolExecutor(4) as pool:
+        shapes = [call.result().size for call in [pool.submit(load_image, data, max_pixels=400) for _ in range(40)]]
+    assert shapes == [(20, 20)] * 40
+    refused(data, "over the limit of 399", max_pixels=399)
+    assert Image.MAX_IMAGE_PIXELS == 50
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "TGA", "JPEG2000", "AVIF"])

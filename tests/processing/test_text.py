@@ -394,3 +394,21 @@ def test_streaming_gives_text_as_soon_as_it_can():
     assert list(BPE.stream(BPE.encode("a 😀 b"))) == ["a", " 😀", " b"]
     half = BPE.encode("😀")[:2]
     assert list(BPE.stream(half)) == [BPE.decode(half)]  # what never became a character is shown as decode shows it
+
+
+@pytest.mark.parametrize(
+    ("file", "about", "says"),
+    [
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "chat_template"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template"),
+        ("tokenizer_config.json", {"eos_token": [1]}, "eos_token"),
+    ],
+)
+def test_wrong_files_beside_a_tokenizer_are_named(file, about, says, tmp_path):
+    Tokenizer.train(["ab"], 260).save(tmp_path)
+    (tmp_path / file).write_text(json.dumps(about))
+    with pytest.raises(TextError, match=says) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in caught.value.problem

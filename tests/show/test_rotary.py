@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vitrail.cli.rotary import rotary
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, VitrailError
 from vitrail.nn import LAYOUTS
 from vitrail.show import style
 from vitrail.show.rotary import draw_rotary, examples
@@ -36,3 +36,17 @@ def test_command_writes_the_picture(tmp_path, capsys):
     assert "sections (16, 24, 24)" in capsys.readouterr().out
     with pytest.raises(ConfigError):
         rotary(head_dim=30, out=tmp_path / "r.png")
+
+
+def test_only_the_chosen_layouts_are_built(tmp_path, capsys):
+    """Ten channels do for one axis; two would need a multiple of four."""
+    rotary(["1d"], head_dim=10, out=tmp_path / "r.png")
+    assert "1d" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["r.xyz", "r", "file/r.png"])
+def test_an_impossible_picture(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(VitrailError, match="cannot be written") as caught:
+        rotary(["1d"], out=tmp_path / name)
+    assert "--out" in caught.value.remedy

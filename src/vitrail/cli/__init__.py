@@ -1,5 +1,7 @@
 """The command line: parse, call, show. Commands load when they are called, so help is quick."""
 
+import io
+import os
 import sys
 from typing import NamedTuple
 
@@ -33,6 +35,21 @@ COMMANDS = {
         "Draw the rotary layouts: which axis turns which channel, how fast, and what that makes near.",
         "vitrail rotary mrope mrope_interleaved --out layouts.png",
     ),
+    "stream": Command(
+        "vitrail.cli.stream:stream",
+        "Show how samples become one packed stream: kinds, positions, spans, losses, and who sees whom.",
+        "vitrail stream --rule qwen3-vl",
+    ),
+    "recipes": Command(
+        "vitrail.cli.train:list_recipes",
+        "List the recipes that can be trained by name.",
+        "vitrail recipes",
+    ),
+    "train": Command(
+        "vitrail.cli.train:train",
+        "Train a recipe; the same command goes on after any interruption.",
+        "vitrail train smoke --out out/smoke stages.0.steps=100",
+    ),
     "words": Command(
         "vitrail.cli.words:app",
         "Show how a text is cut into tokens, or train a tokenizer of your own.",
@@ -56,10 +73,19 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """Run a command; what a person can mend is said in two lines, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without arrows gets question marks
+            stream.reconfigure(errors="replace")
     try:
-        app()
-    except VitrailError as error:
-        print(f"vitrail: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        try:
+            app()
+        except VitrailError as error:
+            print(f"vitrail: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from PIL import Image
 
-from vitrail.errors import ImageError, VitrailError
-from vitrail.processing.images import load_image
+from vitrail.errors import ImageError
+from vitrail.processing.images import MAX_PIXELS, load_image
 from vitrail.processing.resolution import POLICIES, Policy, named
 from vitrail.show.grid import draw_grid, sizes
+from vitrail.show.style import save_picture
 
 
 def grid(
@@ -19,6 +19,7 @@ def grid(
     out: Path = Path("out/grid"),
     policy: Annotated[list[str] | None, Parameter(negative="")] = None,
     frame: int | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> None:
     """Show how pictures are cut into tokens under every resolution policy.
 
@@ -32,26 +33,28 @@ def grid(
     images
         Picture files.
     out
-        Folder for the sheets.
+        Folder for the sheets, called after their pictures: photo-grid.png.
     policy
         Only this policy: naive, letterbox, crop, anyres, native, naflex, hd9, or a preset: clip, siglip-384,
         llava-1.5, llava-next, llava-onevision, qwen2-vl, qwen3-vl, siglip2-naflex. May be repeated.
     frame
         Which frame of an animation, or page of a TIFF, counted from 0.
+    max_pixels
+        Pictures that claim more are refused before they are decoded.
     """
-    if not images:
-        raise ImageError("no picture given", "vitrail grid photo.jpg")
+    if not images or Path() in images:
+        raise ImageError("no picture given", "name its file: vitrail grid photo.jpg")
     policies = {name: named(name) for name in policy or POLICIES}
     broken: list[ImageError] = []
-    taken: set[Path] = set()
+    taken = {path.resolve() for path in images}  # a sheet never lies on a picture
     for path in images:
         try:
-            picture = load_image(path, frame=frame)
+            picture = load_image(path, frame=frame, max_pixels=max_pixels)
         except ImageError as error:
             broken.append(error)
             continue
         sheet = _free(out, path.stem, taken)
-        _save(draw_grid(picture, policies, title=path.name), sheet)
+        save_picture(draw_grid(picture, policies, title=path.name), sheet)
         print(f"{path}  {picture.width}×{picture.height}  → {sheet}")
         print(table(picture.height, picture.width, policies))
     if len(images) == 1 and broken:
@@ -77,19 +80,11 @@ def table(height: int, width: int, policies: dict[str, Policy]) -> str:
     return "\n".join(lines)
 
 
-def _save(sheet: Image.Image, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(path)
-    except OSError as error:
-        raise VitrailError(f"{path} cannot be written: {error.strerror}", "give another folder with --out") from error
-
-
 def _free(folder: Path, stem: str, taken: set[Path]) -> Path:
     """A name for the sheet; pictures of one name from several folders get a number."""
-    path, count = folder / f"{stem}.png", 1
-    while path in taken:
+    path, count = folder / f"{stem}-grid.png", 1
+    while path.resolve() in taken:
         count += 1
-        path = folder / f"{stem}-{count}.png"
-    taken.add(path)
+        path = folder / f"{stem}-grid-{count}.png"
+    taken.add(path.resolve())
     return path

@@ -3,9 +3,10 @@
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
+from PIL import Image
 
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.config import Config
@@ -15,6 +16,7 @@ from vitrail.hub.files import write_json
 from vitrail.lab.ledger import DEVICES, LENGTHS, PRESETS, Floor, Ledger, Time, named
 from vitrail.lab.ledger import ledger as make_ledger
 from vitrail.show.ledger import Series, draw_ledger, si, tokens
+from vitrail.show.style import check_picture, save_picture
 
 CURVE = tuple(2**power for power in range(10, 21))  # contexts of the picture
 
@@ -57,7 +59,9 @@ def ledger(
         for line in listing():
             print(line)
         return
-    devices = device or ["h200"]
+    if out is not None:
+        check_picture(out)
+    devices = list(dict.fromkeys(device or ["h200"]))
     settings = {"context": context, "batch": batch, "dtype": dtype}
     models = {name: _config(name) for name in names}
     found = [make_ledger(model, name=name, devices=devices, **settings) for name, model in models.items()]
@@ -65,11 +69,11 @@ def ledger(
     print("\n" + "\n".join(_notes(found, models)))
     if json is not None:
         origins = {name: DEVICES[name]._asdict() for name in devices}
-        _write(json, lambda: write_json(json, {"devices": origins, "ledgers": [one.plain() for one in found]}))
+        _write(json, {"devices": origins, "ledgers": [one.plain() for one in found]})
     if out is not None:
         decoders = {name: model for name, model in models.items() if isinstance(model, DecoderConfig)}
-        sheet = _sheet(decoders, devices[0], batch, dtype)
-        _write(out, lambda: sheet.save(out))
+        save_picture(_sheet(decoders, devices[0], batch, dtype), out)
+        print(f"→ {out}")
 
 
 def listing() -> Iterator[str]:
@@ -200,7 +204,7 @@ def _groups(ledgers: list[Ledger]) -> list[list[Ledger]]:
     return [[x for x in ledgers if x.row == kind] for kind in kinds]
 
 
-def _sheet(models: dict[str, DecoderConfig], device: str, batch: int, dtype: str) -> Any:
+def _sheet(models: dict[str, DecoderConfig], device: str, batch: int, dtype: str) -> Image.Image:
     if not 1 <= len(models) <= 6:
         raise ConfigError(
             f"the picture shows one to six decoders, not {len(models)}", "name fewer, or leave --out away"
@@ -216,10 +220,10 @@ def _sheet(models: dict[str, DecoderConfig], device: str, batch: int, dtype: str
     return draw_ledger(shown, device=device, memory=DEVICES[device].memory, note=note)
 
 
-def _write(path: Path, write: Callable[[], Any]) -> None:
+def _write(path: Path, data: dict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write()
-    except (OSError, ValueError) as error:
-        raise VitrailError(f"{path} cannot be written: {error}", "give another path") from error
+        write_json(path, data)
+    except OSError as error:
+        raise VitrailError(f"{path} cannot be written: {error.strerror}", "give another path with --json") from error
     print(f"→ {path}")

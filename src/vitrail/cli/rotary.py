@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from vitrail.errors import VitrailError
+from vitrail.errors import ConfigError, nearest
+from vitrail.nn.rotary import LAYOUTS
 from vitrail.show.rotary import draw_rotary, examples
+from vitrail.show.style import check_picture, save_picture
 
 
 def rotary(layout: list[str] | None = None, /, *, head_dim: int = 128, out: Path = Path("out/rotary.png")) -> None:
@@ -18,13 +20,12 @@ def rotary(layout: list[str] | None = None, /, *, head_dim: int = 128, out: Path
     out
         The picture to write.
     """
-    configs = examples(head_dim)
-    unknown = [name for name in layout or () if name not in configs]
-    if unknown:
-        raise VitrailError(f"no rotary layout is called {unknown[0]!r}", f"choose from {', '.join(configs)}")
-    chosen = {name: configs[name] for name in layout or configs}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draw_rotary(chosen).save(out)
+    for name in layout or ():
+        if name not in LAYOUTS:
+            raise ConfigError(f"no rotary layout is called {name!r}", nearest(name, LAYOUTS))
+    check_picture(out)
+    chosen = examples(head_dim, layout or LAYOUTS)
+    save_picture(draw_rotary(chosen), out)
     for name, config in chosen.items():
         parts = f"sections {config.sections}" if config.sections else "one ladder" if name != "2d" else "two ladders"
         print(f"{name:18} theta {config.theta:>9,.0f}  {parts}")

@@ -73,6 +73,8 @@ def train(
         A further special token; may be given several times.
     """
     lines = [line for file in files for line in read_lines(file)]
+    if not any(map(str.strip, lines)):
+        raise TextError(f"{', '.join(map(str, files))}: no text to train on", "give files that are not empty")
     held_out = lines[HELD_OUT - 1 :: HELD_OUT]
     seen = [line for n, line in enumerate(lines, 1) if n % HELD_OUT]
     print(f"{len(lines)} lines, {len(held_out)} of them held out")

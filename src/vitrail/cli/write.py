@@ -1,6 +1,5 @@
 """`vitrail write`: a language model goes on with a text."""
 
-import os
 import secrets
 import sys
 import time
@@ -10,9 +9,10 @@ import torch
 from cyclopts import Parameter
 
 from vitrail import hub
-from vitrail.backbones.decoder import Decoder
-from vitrail.errors import ConfigError
+from vitrail.backbones.decoder import DecoderConfig
+from vitrail.errors import ConfigError, TextError
 from vitrail.generate import Sampling, stream
+from vitrail.hub.configs import read_config
 from vitrail.processing.chat import ChatTemplate
 
 USUAL = 200  # tokens, where the context has room for them
@@ -67,17 +67,24 @@ def write(
     """
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    decoder = hub.load(model, device=_usable(device))
-    if not isinstance(decoder, Decoder):
-        raise ConfigError(f"{model} is a {type(decoder).__name__} and does not write text", "give a language model")
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"--tokens is {tokens}", "ask for at least one token, or leave it out")
+    if not all(stop):
+        raise ConfigError("--stop is empty", "give the text to end at, or leave it out")
+    device, config = _usable(device), read_config(model)
+    if not isinstance(config, DecoderConfig):
+        kind = type(config).__name__.removesuffix("Config")
+        raise ConfigError(f"{model} is a {kind} and does not write text", "give a language model")
     words = hub.tokenizer(model)
+    if chat and words.chat_template is None:
+        raise TextError(f"{model} has no chat template", "leave --chat away, or give a model made for chats")
     if chat:
         ids = ChatTemplate.of(words).encode([{"role": "user", "content": prompt}], words, generate=True).ids
     else:
         ids = words.encode(prompt, specials=True)
-    room = max(1, min(USUAL, decoder.config.context - len(ids)))
+    room = max(1, min(USUAL, config.context - len(ids)))
     pieces = stream(
-        decoder,
+        hub.load(model, device=device),
         [ids],
         max_new=room if tokens is None else tokens,
         sampling=sampling,
@@ -91,8 +98,6 @@ def write(
             _show(piece.text)
             times.append(time.perf_counter())
         _show("\n")
-    except BrokenPipeError:  # the reader has seen enough; nothing is left to flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         _show("\n")
         raise
@@ -119,8 +124,8 @@ def _speed(times: list[float], sampling: Sampling) -> str:
 def _usable(device: str | None) -> str:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # which the meta device cannot tell
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ConfigError(
             f"device {device!r} cannot be used: {str(error).splitlines()[0]}", "try --device cpu"
         ) from None

@@ -1,4 +1,4 @@
-"""How deep into a tower a layer lies, and a run to there."""
+"""What towers share: how deep a layer lies, a run to there, and what such a run leaves alone."""
 
 from itertools import islice
 
@@ -28,3 +28,9 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor, layer: int | None, **given) -> 
 def small(*shape: int) -> nn.Parameter:
     """A learned vector or table, started small."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(*shape), std=0.02))
+
+
+def weigh(*parts: nn.Module | nn.Parameter | None) -> int:
+    """Bytes of some parts of a tower: those a pass does not read, though they weigh."""
+    weights = (part.parameters() if isinstance(part, nn.Module) else [part] for part in parts if part is not None)
+    return sum(p.numel() * p.element_size() for some in weights for p in some)

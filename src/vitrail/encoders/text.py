@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import run_blocks, small
+from vitrail.encoders.depth import run_blocks, small, weigh
 from vitrail.errors import ConfigError, TextError
 from vitrail.nn import Block, BlockConfig, Plan, Work, cost
 from vitrail.nn.norms import make_norm
@@ -107,4 +107,4 @@ def _(module: TextTower, work: Work) -> int:
 
 @cost.bytes.register
 def _(module: TextTower, work: Work) -> cost.Bytes:
-    return cost.sum_bytes(module, work)
+    return cost.sum_bytes(module, work) + cost.Bytes(read=-weigh(module.head))

@@ -3,11 +3,13 @@
 B batch, C channels, H, W pixels, N patches, D width of one tower
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import depth_of
+from vitrail.encoders.depth import depth_of, weigh
 from vitrail.encoders.vit import ViT, ViTConfig, whole_patches
 from vitrail.errors import ConfigError
 from vitrail.nn import Work, cost
@@ -72,18 +74,25 @@ def normalized(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) 
     return torch.stack([(pixels[:, c] - m) / s for c, (m, s) in enumerate(zip(mean, std, strict=True))], dim=1)
 
 
-@cost.flops.register
-def _(module: Towers, work: Work) -> int:
-    """`work` counts patches; a prefix is each tower's own, and blocks past its layer are not run."""
-    total = 0
+def _runs(module: Towers, work: Work) -> Iterator[tuple[ViT, Work, list[nn.Module]]]:
+    """Each tower, its work (`work` counts patches; a prefix is each tower's own), and what its layer spares it."""
     for tower, vit in zip(module.config.towers, module.towers, strict=True):
         assert isinstance(vit, ViT)
-        mine = Work.full(tower.vit.prefix + work.tokens // work.rows, work.rows)
-        spared = vit.blocks[depth_of(tower.layer, tower.vit.layers) :]
-        total += cost.flops(vit, mine) - sum(cost.flops(block, mine) for block in spared)
-    return total
+        spared = list(vit.blocks[depth_of(tower.layer, tower.vit.layers) :])
+        if tower.layer is not None and tower.vit.norm_last == "tokens":
+            spared.append(vit.norm_last)
+        yield vit, Work.full(tower.vit.prefix + work.tokens // work.rows, work.rows), spared
+
+
+@cost.flops.register
+def _(module: Towers, work: Work) -> int:
+    return sum(
+        cost.flops(vit, mine) - sum(cost.flops(part, mine) for part in spared)
+        for vit, mine, spared in _runs(module, work)
+    )
 
 
 @cost.bytes.register
 def _(module: Towers, work: Work) -> cost.Bytes:
-    return cost.sum_bytes(module, work)
+    found = (cost.bytes(vit, mine) + cost.Bytes(read=-weigh(*spared)) for vit, mine, spared in _runs(module, work))
+    return sum(found, cost.Bytes())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import run_blocks, small
+from vitrail.encoders.depth import run_blocks, small, weigh
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import (
     Attention,
@@ -46,7 +46,7 @@ class ViTConfig(Config):
     rotary_span  patches that rotary positions span, however many there are (EVA-02: 16, as it was trained with)
     norm_first   a norm before the blocks (CLIP)
     norm_last    the norm after the blocks is on every token, on the pooled vector alone (CLIP, EVA-02), or absent
-    head         width of a linear layer for the pooled vector: classes, or EVA-CLIP's embedding
+    head         width of a linear layer, with bias, for the pooled vector: classes, or EVA-CLIP's embedding; 0 for none
     """
 
     layers: int
@@ -76,6 +76,11 @@ class ViTConfig(Config):
     @property
     def prefix(self) -> int:
         return int(self.cls) + self.registers
+
+    @property
+    def pooled(self) -> int:
+        """Width of what `pool` gives."""
+        return self.head or self.block.width
 
     def __post_init__(self) -> None:
         if self.side < 1:
@@ -161,7 +166,7 @@ class ViT(nn.Module):
         return self._run(pixels, grids, layer, masked)[0]
 
     def pool(self, pixels: Tensor, grids: Grids | None = None) -> Tensor:
-        """One vector a picture, (B, D)."""
+        """One vector a picture, (B, D) or (B, head)."""
         if self.config.pool == "none":
             raise ConfigError("this tower has no pool", "choose one in its config: cls, mean or attention")
         x, segments = self._run(pixels, grids, None, None)
@@ -172,8 +177,14 @@ class ViT(nn.Module):
         elif self.config.pool == "cls":
             pooled = x[:, 0]
         else:
-            pooled = patches.mean(1) if segments is None else _mean(patches, segments)
-        return self.norm_last(pooled) if self.config.norm_last == "pooled" else pooled
+            pooled = _mean(patches, segments)
+        pooled = self.norm_last(pooled) if self.config.norm_last == "pooled" else pooled
+        return pooled if self.head is None else self.head(pooled)
+
+    @property
+    def pooling(self) -> list[nn.Module | None]:
+        """The parts that `pool` alone runs."""
+        return [self.pooler, self.head, self.norm_last if self.config.norm_last == "pooled" else None]
 
     def work(self, batch: int = 1, height: int | None = None, width: int | None = None) -> Work:
         """What `cost` needs to know of so many pictures, of the native size unless told."""
@@ -262,10 +273,13 @@ class ViT(nn.Module):
         return F.pad(_rows([tables[pair] for pair in pairs], N), (0, 0, self.config.prefix, 0))
 
 
-def _mean(x: Tensor, segments: Tensor) -> Tensor:
-    """x (B, N, D), segments (B, N) with 0 where real → (B, D)"""
-    real = segments.eq(0).to(x.dtype)[..., None]
-    return (x * real).sum(1) / real.sum(1)
+def _mean(x: Tensor, segments: Tensor | None) -> Tensor:
+    """x (B, N, D), segments (B, N) with 0 where real → (B, D). Sums of halves pass what a half can hold."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if segments is None:
+        return x.mean(1, dtype=wide).to(x.dtype)
+    real = segments.eq(0)[..., None]
+    return (x.where(real, 0).sum(1, dtype=wide) / real.sum(1)).to(x.dtype)
 
 
 def _rows(tables: list[Tensor], N: int) -> Tensor:
@@ -292,7 +306,8 @@ def _(module: ViT, work: Work) -> int:
 
 @cost.bytes.register
 def _(module: ViT, work: Work) -> cost.Bytes:
-    return cost.sum_bytes(module, work)
+    """Of `model(pixels)`, which reads neither what `pool` alone runs nor the mask token."""
+    return cost.sum_bytes(module, work) + cost.Bytes(read=-weigh(*module.pooling, module.mask))
 
 
 @cost.flops.register

@@ -2,17 +2,12 @@
 
 from typing import Any
 
-import torch
-
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.errors import CheckpointError
-from vitrail.hub.family import Family, need, refuse
-from vitrail.hub.maps import Move, experts, fuse_layer, layer, rename, under
+from vitrail.hub.family import ACTIVATIONS, Family, need, refuse, round_trip
+from vitrail.hub.maps import Move, experts, fuse_layer, layer, rename, stack, under
 from vitrail.nn import AttentionConfig, BlockConfig, ExpertsConfig, GatedConfig, MLPConfig, RotaryConfig
 from vitrail.nn.rotary import Linear, Llama3, Scaling, YaRN
-
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-
 
 # ---- rotary positions -------------------------------------------------------------------------------------------
 
@@ -21,13 +16,9 @@ def read_rotary(about: dict[str, Any], head_dim: int) -> RotaryConfig:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
     rope = {**(about.get("rope_scaling") or {}), **(about.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or about.get("rope_theta") or 10_000.0)
-    partial = rope.get("partial_rotary_factor") or about.get("partial_rotary_factor") or 1.0
-    return RotaryConfig(
-        head_dim=head_dim,
-        theta=theta,
-        dim=None if partial == 1.0 else int(head_dim * partial),
-        scaling=_read_scaling(rope, about),
-    )
+    if (rope.get("partial_rotary_factor") or about.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise CheckpointError("partial_rotary_factor is set, and these families turn whole heads")
+    return RotaryConfig(head_dim=head_dim, theta=theta, scaling=_read_scaling(rope, about))
 
 
 def _read_scaling(rope: dict[str, Any], about: dict[str, Any]) -> Scaling | None:
@@ -36,19 +27,19 @@ def _read_scaling(rope: dict[str, Any], about: dict[str, Any]) -> Scaling | None
         case "default":
             return None
         case "linear":
-            return Linear(factor=rope["factor"])
+            return Linear(factor=need(rope, "factor"))
         case "llama3":
             return Llama3(
-                factor=rope["factor"],
-                original_length=int(need(rope, "original_max_position_embeddings")),
-                low=rope["low_freq_factor"],
-                high=rope["high_freq_factor"],
+                factor=need(rope, "factor"),
+                original_length=need(rope, "original_max_position_embeddings"),
+                low=need(rope, "low_freq_factor"),
+                high=need(rope, "high_freq_factor"),
             )
         case "yarn":
             known = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
             options = {key: rope[key] for key in known if rope.get(key) is not None}
             length = rope.get("original_max_position_embeddings") or need(about, "max_position_embeddings")
-            return YaRN(factor=rope["factor"], original_length=int(length), **options)
+            return YaRN(factor=need(rope, "factor"), original_length=length, **options)
     raise CheckpointError(f"rope_type {kind!r} is not known", "known: default, linear, llama3, yarn")
 
 
@@ -72,8 +63,6 @@ def write_rotary(rotary: RotaryConfig) -> dict[str, Any]:
             scaling = {"rope_type": "yarn", "original_max_position_embeddings": plain.pop("original_length"), **plain}
         case other:
             raise CheckpointError(f"{type(other).__name__} scaling has no name in transformers")
-    if rotary.dim is not None:
-        scaling["partial_rotary_factor"] = rotary.dim / rotary.head_dim
     return {"rope_parameters": {**scaling, "rope_theta": rotary.theta}}
 
 
@@ -184,7 +173,8 @@ def _write_qwen3(config: DecoderConfig) -> dict[str, Any]:
 
 def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
     mlp = config.block.mlp
-    assert isinstance(mlp, ExpertsConfig)
+    if not isinstance(mlp, ExpertsConfig):
+        raise CheckpointError("this model has no experts")
     return {
         **_write(config, "Qwen3MoeForCausalLM"),
         "num_experts": mlp.count,
@@ -224,18 +214,13 @@ def _mlp_moves(config: MLPConfig) -> list[Move]:
         return [
             rename(f"{mine}.router.weight", f"{theirs}.gate.weight"),
             experts(f"{mine}.gate_up", gate_up, [hidden, hidden]),
-            _stacked_down(f"{mine}.down", each),
+            stack(f"{mine}.down", [f"{e}.down_proj.weight" for e in each]),
         ]
     hidden, bias = config.hidden, config.bias
     return [
         *fuse_layer(f"{mine}.gate_up", [f"{theirs}.gate_proj", f"{theirs}.up_proj"], [hidden, hidden], bias),
         *layer(f"{mine}.down", f"{theirs}.down_proj", bias),
     ]
-
-
-def _stacked_down(ours: str, each: list[str]) -> Move:
-    names = tuple(f"{e}.down_proj.weight" for e in each)
-    return Move((ours,), names, lambda tensors: [torch.stack(tensors)], lambda tensors: list(tensors[0]))
 
 
 def decoder_moves(config: DecoderConfig) -> list[Move]:
@@ -248,53 +233,26 @@ def decoder_moves(config: DecoderConfig) -> list[Move]:
 # ---- rows -------------------------------------------------------------------------------------------------------
 
 
-def _plain(config: DecoderConfig, bias: tuple[str, ...], qk_norm: bool, mlp: type) -> bool:
-    block = config.block
-    return (
-        block.chain == ("self", "mlp")
-        and (block.norm, block.norm_at, block.layer_scale, block.gated) == ("rms", "before", None, False)
-        and block.attention.bias in bias
-        and (block.attention.qk_norm == "rms") == qk_norm
-        and isinstance(block.mlp, mlp)
-        and (config.rotary.layout, config.rotary.pairing) == ("1d", "half")
-        and block.attention.inner_norm is None
-        and getattr(block.mlp, "inner_norm", None) is None
+def _spelt(config: DecoderConfig) -> DecoderConfig:
+    """The same model with everything said, and nothing about norms that are not there."""
+    block, attention = config.block, config.block.attention
+    said = attention.with_(
+        kv_heads=attention.groups,
+        head_dim=attention.channels(block.width),
+        eps=attention.eps if attention.qk_norm else block.eps,
     )
+    rotary = config.rotary.with_(dim=config.rotary.rotated)
+    return config.with_(block=block.with_(attention=said), rotary=rotary, dense=tuple(sorted(set(config.dense))))
 
 
-def _no_mlp_bias(config: DecoderConfig) -> bool:
-    return not getattr(config.block.mlp, "bias", False)
+COPIES = (("lm_head.weight", "model.embed_tokens.weight"),)  # tied, and stored all the same: Qwen3-0.6B
 
-
-def _fits_moe(config: DecoderConfig) -> bool:
-    mlp = config.block.mlp
-    return _plain(config, ("none", "all"), True, ExpertsConfig) and isinstance(mlp, ExpertsConfig) and not mlp.shared
-
-
-DECODERS = (
-    Family(
-        "llama",
-        Decoder,
-        _read_llama,
-        _write_llama,
-        lambda c: _plain(c, ("none", "all"), False, GatedConfig),
-        decoder_moves,
-    ),
-    Family(
-        "qwen2",
-        Decoder,
-        _read_qwen2,
-        _write_qwen2,
-        lambda c: _plain(c, ("qkv",), False, GatedConfig) and _no_mlp_bias(c),
-        decoder_moves,
-    ),
-    Family(
-        "qwen3",
-        Decoder,
-        _read_qwen3,
-        _write_qwen3,
-        lambda c: _plain(c, ("none", "all"), True, GatedConfig) and _no_mlp_bias(c),
-        decoder_moves,
-    ),
-    Family("qwen3_moe", Decoder, _read_qwen3_moe, _write_qwen3_moe, _fits_moe, decoder_moves),
+DECODERS = tuple(
+    Family(name, Decoder, read, write, round_trip(read, write, _spelt), decoder_moves, copies=COPIES)
+    for name, read, write in [
+        ("llama", _read_llama, _write_llama),
+        ("qwen2", _read_qwen2, _write_qwen2),
+        ("qwen3", _read_qwen3, _write_qwen3),
+        ("qwen3_moe", _read_qwen3_moe, _write_qwen3_moe),
+    ]
 )

@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 from vitrail.encoders.text import TextConfig, TextTower
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.encoders.vit import ViT, ViTConfig
-from vitrail.errors import CheckpointError, VitrailError
-from vitrail.hub.decoders import ACTIVATIONS as DECODER_ACTIVATIONS
-from vitrail.hub.family import Family
+from vitrail.errors import CheckpointError
+from vitrail.hub.family import ACTIVATIONS, Family, round_trip
 from vitrail.hub.maps import Move, fuse_layer, layer, rename, reshape, split, under, view
 from vitrail.models.clip import Contrastive, ContrastiveConfig
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig
 
-ACTIVATIONS = {**DECODER_ACTIVATIONS, "quick_gelu": "quick_gelu"}
 About = dict[str, Any]
 
 # What transformers takes for granted where a config.json leaves it out, as many released ones do.
@@ -52,18 +50,6 @@ DEFAULTS: dict[str, About] = {
 
 def _whole(about: About, kind: str) -> About:
     return {**DEFAULTS[kind], **{key: value for key, value in about.items() if value is not None}}
-
-
-def round_trip(read: Callable[[About], Any], write: Callable[[Any], About]) -> Callable[[Any], bool]:
-    """A config fits a family if what is written of it reads as the same config."""
-
-    def fits(config: Any) -> bool:
-        try:
-            return read(write(config)) == config
-        except VitrailError:
-            return False
-
-    return fits
 
 
 # ---- blocks -----------------------------------------------------------------------------------------------------
@@ -139,7 +125,7 @@ def _side(about: About, key: str) -> int:
     value = about[key]
     sides = set(value) if isinstance(value, list | tuple) else {value}
     if len(sides) != 1 or not isinstance(side := sides.pop(), int):
-        raise CheckpointError(f"config.json sets {key} = {value!r}: only squares are built")
+        raise CheckpointError(f"{key} is {value!r}: only squares are built")
     return side
 
 
@@ -171,7 +157,7 @@ def _read_siglip2_vision(about: About) -> ViTConfig:
     about = _whole(about, "siglip2_vision_model")
     patches, patch = about["num_patches"], _side(about, "patch_size")
     if math.isqrt(patches) ** 2 != patches:
-        raise CheckpointError(f"config.json sets num_patches = {patches}: positions are learned on a square grid")
+        raise CheckpointError(f"num_patches is {patches}: positions are learned on a square grid")
     fixed = _read_siglip_vision({**about, "image_size": math.isqrt(patches) * patch})
     return fixed.with_(order="channels_last", resize="bilinear_antialias")
 
@@ -320,7 +306,7 @@ def _read_clip_text(about: About) -> TextConfig:
     about = _whole(about, "clip_text_model")
     eos = about["eos_token_id"]
     if not isinstance(eos, int):
-        raise CheckpointError(f"config.json sets eos_token_id = {eos!r}: one id is expected")
+        raise CheckpointError(f"eos_token_id is {eos!r}: one id is expected")
     # Older configs say 2, which was never the end token: they are read by the rule of CLIP's own vocabulary.
     return _read_text(about, pool="largest") if eos == 2 else _read_text(about, eos=eos)
 

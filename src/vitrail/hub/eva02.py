@@ -4,8 +4,8 @@ from typing import Any
 
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError
-from vitrail.hub.encoders import About, patch_moves, round_trip
-from vitrail.hub.family import Family, need
+from vitrail.hub.encoders import About, patch_moves
+from vitrail.hub.family import Family, need, round_trip
 from vitrail.hub.maps import Move, fuse, fuse_layer, layer, rename, under, view
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 
@@ -58,7 +58,7 @@ def _read(about: About) -> ViTConfig:
     given = {key: value for key, value in (about.get("model_args") or {}).items() if value is not None}
     unknown = sorted(set(given) - set(ARCHITECTURES[name]))
     if unknown:
-        raise CheckpointError(f"config.json sets model_args.{unknown[0]}, which is not built for EVA-02")
+        raise CheckpointError(f"model_args.{unknown[0]} is set, which is not built for EVA-02")
     args = {**ARCHITECTURES[name], **given}
     if not args["swiglu_mlp"] or not args["use_rot_pos_emb"] or args["qkv_fused"] == args["scale_mlp"]:
         raise CheckpointError(

@@ -2,10 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, VitrailError
+from vitrail.hub.about import check_about
 from vitrail.hub.maps import Move
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
+"""transformers' name → ours"""
 
 
 @dataclass(frozen=True)
@@ -16,6 +27,7 @@ class Family:
     fits       can a config be written as this family?
     moves      the map between tensor names
     leftovers  endings of tensors that hold nothing to learn
+    copies     tensors that some files store again: name → the one it must equal
     outer      what older versions wrote before every name
     key        the key of config.json that names the family
     """
@@ -27,11 +39,40 @@ class Family:
     fits: Callable[[Any], bool]
     moves: Callable[[Any], list[Move]]
     leftovers: tuple[str, ...] = (".rotary_emb.inv_freq", ".position_ids")
+    copies: tuple[tuple[str, str], ...] = ()
     outer: str = ""
     key: Literal["model_type", "architecture"] = "model_type"
 
     def ignores(self, name: str) -> bool:
         return name.endswith(self.leftovers)
+
+    def config(self, about: dict[str, Any], source: Path) -> Any:
+        """`read`, where whatever is wrong with the file is an error that names it."""
+        try:
+            check_about(about)
+            return self.read(about)
+        except VitrailError as error:
+            raise type(error)(f"{source}: {error.problem}", error.remedy) from None
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise CheckpointError(
+                f"{source} is no config of a {self.name}: {type(error).__name__}: {error}", "fetch it again"
+            ) from error
+
+
+def round_trip(
+    read: Callable[[dict[str, Any]], Any],
+    write: Callable[[Any], dict[str, Any]],
+    spelt: Callable[[Any], Any] = lambda config: config,
+) -> Callable[[Any], bool]:
+    """A config fits a family if what is written of it reads as the same config; `spelt` undoes mere ways of saying."""
+
+    def fits(config: Any) -> bool:
+        try:
+            return spelt(read(write(config))) == spelt(config)
+        except VitrailError:
+            return False
+
+    return fits
 
 
 def need(about: dict[str, Any], *keys: str) -> Any:
@@ -39,11 +80,11 @@ def need(about: dict[str, Any], *keys: str) -> Any:
     for key in keys:
         if about.get(key) is not None:
             return about[key]
-    raise CheckpointError(f"config.json lacks {keys[0]!r}")
+    raise CheckpointError(f"{keys[0]!r} is missing", "fetch the file again")
 
 
 def refuse(about: dict[str, Any], **unsupported: str) -> None:
     """Refuse settings that would change the result and are not built: key=reason, refused when truthy."""
     for key, reason in unsupported.items():
         if about.get(key):
-            raise CheckpointError(f"config.json sets {key} = {about[key]!r}: {reason}")
+            raise CheckpointError(f"{key} is {about[key]!r}: {reason}")

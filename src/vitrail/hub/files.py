@@ -52,22 +52,24 @@ class Weights:
 def _shards(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint; a pickle is refused with the reason."""
     if path.is_file():
+        if path.suffix in PICKLES:
+            raise _refused(path)
         if path.suffix != ".safetensors":
-            raise _refused(path) if path.suffix in PICKLES else CheckpointError(f"{path} is no .safetensors file")
+            kinds = "give a model's folder, a .gguf file, or a .bin file of llama2.c"
+            raise CheckpointError(f"{path} is no model file", kinds)
         return [path]
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist", "check the path")
     index = path / INDEX
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise CheckpointError(f"{index} is no index of shards", "fetch it again") from None
-        files = [path / name for name in names]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise CheckpointError(f"{index} is no index of shards: weight_map must name files", "fetch it again")
+        files = [path / name for name in sorted(set(names.values()))]
         for file in files:
             if file.parent.resolve() != path.resolve():
                 raise CheckpointError(f"{index} points outside its folder: {file.name}", "do not trust this checkpoint")
-            if not file.exists():
+            if not file.is_file():
                 raise CheckpointError(f"shard {file} is missing", "fetch the checkpoint again")
         return files
     files = [path / "model.safetensors"] if (path / "model.safetensors").exists() else []
@@ -149,10 +151,10 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist", "give a folder with a model in it") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}", "fetch it again") from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} holds no JSON object", "fetch it again")
     return data
 
 

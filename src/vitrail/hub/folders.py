@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from vitrail import __version__
 from vitrail.config import Config
 from vitrail.errors import CheckpointError
-from vitrail.hub.families import FAMILIES, MODELS, Family
-from vitrail.hub.files import Weights, read_json, write_json, write_weights
+from vitrail.hub.configs import OWN, Found, find, layers, resolve
+from vitrail.hub.families import FAMILIES, MODELS
+from vitrail.hub.family import Family
+from vitrail.hub.files import Weights, write_json, write_weights
 from vitrail.hub.maps import Move, under
-from vitrail.hub.packages import PACKAGES
-from vitrail.hub.single import Single, locate, open_single, single_tokenizer
+from vitrail.hub.single import Single, single_tokenizer
 from vitrail.nn import Rotary
 from vitrail.processing.text import Tokenizer
-
-OWN = "vitrail.json"
 
 
 def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
@@ -27,20 +26,7 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
 
     Weights keep the type they are stored in unless `dtype` is given; quantised ones become float32.
     """
-    folder = locate(name_or_path)
-    if folder.is_file():
-        return _from_single(folder, dtype, device)
-    if not (folder / OWN).exists():
-        return from_hf(name_or_path, dtype=dtype, device=device)
-    about = read_json(folder / OWN)
-    kind = about.get("kind")
-    if kind not in MODELS:
-        raise CheckpointError(f"{folder / OWN} is of the unknown kind {kind!r}", f"known: {', '.join(MODELS)}")
-    config_class, model_class = MODELS[kind]
-    with torch.device("meta"):
-        model = model_class(config_class.read(about.get("config", {})))
-    weights = Weights(folder)
-    return _fill(model, ((name, weights[name]) for name in weights), folder, dtype, device)
+    return _build(find(resolve(name_or_path)), dtype, device)
 
 
 def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
@@ -57,33 +43,14 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = Non
 
 def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
     """A model from a Hugging Face folder or hub id."""
-    folder = _folder(path_or_id)
-    about = read_json(folder / "config.json")
-    family = _family_of(about, folder)
-    config = family.read(about)
-    with torch.device("meta"):
-        model = family.model(config)
-    moves = family.moves(config)
-    weights = Weights(folder)
-    if family.outer and all(name.startswith(family.outer) for name in weights):
-        moves = under("", family.outer, moves)
-    return _fill(model, _pull(weights, moves, family), folder, dtype, device)
-
-
-def _from_single(path: Path, dtype: torch.dtype | None, device: str) -> Any:
-    weights = open_single(path)
-    family = FAMILIES[weights.about["model_type"]]
-    config = family.read(weights.about)
-    with torch.device("meta"):
-        model = family.model(config)
-    return _fill(model, _pull(weights, family.moves(config), family), path, dtype, device)
+    return _build(find(resolve(path_or_id), own=False), dtype, device)
 
 
 def tokenizer(name_or_path: str | Path) -> Tokenizer:
     """The tokenizer that belongs to what `load` loads."""
-    path = locate(name_or_path)
+    path = resolve(name_or_path)
     found = single_tokenizer(path) if path.is_file() else None
-    return Tokenizer.load(_folder(path)) if found is None else found
+    return Tokenizer.load(path) if found is None else found
 
 
 def to_hf(
@@ -99,52 +66,41 @@ def to_hf(
     if not rows:
         raise CheckpointError(f"no Hugging Face family is a {type(model).__name__} with this config")
     row = rows[family] if family is not None else next(iter(rows.values()))
-    state = model.state_dict()
+    state, moves = model.state_dict(), row.moves(model.config)
+    forgotten = sorted(state.keys() - {name for move in moves for name in move.ours})
+    if forgotten:
+        raise CheckpointError(f"the map of {row.name} forgets {forgotten[0]!r}")
 
     def tensors() -> Iterable[tuple[str, Tensor]]:
-        for move in row.moves(model.config):
+        for move in moves:
             yield from zip(move.theirs, move.push([state.pop(name) for name in move.ours]), strict=True)
 
     write_weights(folder, tensors())
-    if state:
-        raise CheckpointError(f"the map of {row.name} forgets {sorted(state)[0]!r}")
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     write_json(folder / "config.json", {row.key: row.name, "dtype": dtype, **row.write(model.config)})
     if tokenizer is not None:
         tokenizer.save(folder)
 
 
-def _folder(path_or_id: str | Path) -> Path:
-    """A folder on disk: the path itself, or the snapshot of a hub id."""
-    path = Path(path_or_id)
-    if path.exists():
-        return path
-    name = str(path_or_id)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        known = ", ".join(PACKAGES)
-        raise CheckpointError(f"{name} does not exist", f"give a folder, {known}, or a hub id such as Qwen/Qwen3-0.6B")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+def _build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
+    """The model with its weights. Every layer has a tensor of its own, so what is not stored is not built first."""
+    weights, family = found.weights(), found.family
+    stored, depth = len(list(weights)), layers(found.config.plain())
+    if depth > stored:
         raise CheckpointError(
-            f"{name} is no folder here and could not be fetched: {first}", "check the name and the network"
-        ) from None
-
-
-def _family_of(about: dict[str, Any], folder: Path) -> Family:
-    """The row that config.json names: transformers by its model_type, timm by the first word of its architecture."""
-    key = "architecture" if "architecture" in about and "model_type" not in about else "model_type"
-    name = about.get(key) if key == "model_type" else str(about.get(key)).partition("_")[0]
-    row = FAMILIES.get(name) if isinstance(name, str) else None
-    if row is None or row.key != key:
-        raise CheckpointError(
-            f"{folder / 'config.json'} is of the unknown {key} {about.get(key)!r}", f"known: {', '.join(FAMILIES)}"
+            f"{found.path} says {depth:,} layers and holds {stored:,} tensors",
+            "does its config belong to these weights?",
         )
-    return row
+    with torch.device("meta"):
+        model = found.model(found.config)
+    if family is None:
+        tensors: Iterable[tuple[str, Tensor]] = ((name, weights[name]) for name in weights)
+    else:
+        moves = family.moves(found.config)
+        if family.outer and all(name.startswith(family.outer) for name in weights):
+            moves = under("", family.outer, moves)
+        tensors = _pull(weights, moves, family)
+    return _fill(model, tensors, found.path, dtype, device)
 
 
 def _pull(weights: Weights | Single, moves: list[Move], family: Family) -> Iterable[tuple[str, Tensor]]:
@@ -154,6 +110,14 @@ def _pull(weights: Weights | Single, moves: list[Move], family: Family) -> Itera
         taken.update(move.theirs)
         yield from zip(move.ours, move.pull([weights[name] for name in move.theirs]), strict=True)
     left = [name for name in weights if name not in taken and not family.ignores(name)]
+    for name, other in family.copies:
+        if name in left:
+            if not torch.equal(weights[name], weights[other]):
+                raise CheckpointError(
+                    f"{weights.path}: tensor {name!r} differs from {other!r}, and the config ties the two",
+                    "set tie_word_embeddings to false in its config.json to load both",
+                )
+            left.remove(name)
     if left:
         raise CheckpointError(
             f"{weights.path} holds tensors a {family.name} has no place for: {', '.join(left[:3])}",

@@ -101,6 +101,11 @@ def experts(ours: str, theirs: Sequence[Sequence[str]], sizes: Sequence[int]) ->
     return Move((ours,), flat, pull, push)
 
 
+def stack(ours: str, theirs: Sequence[str]) -> Move:
+    """One of ours is several of theirs under a new first axis."""
+    return Move((ours,), tuple(theirs), lambda tensors: [torch.stack(tensors)], lambda tensors: list(tensors[0]))
+
+
 def under(ours: str, theirs: str, moves: Iterable[Move]) -> list[Move]:
     """The same moves below a prefix on either side."""
     return [

@@ -6,7 +6,6 @@ keys and values it reads or writes. A time is a floor: at the device's rates not
 """
 
 import bisect
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from vitrail.backbones.presets import DECODERS
 from vitrail.config import Config
 from vitrail.encoders import TextConfig, TextTower, Towers, TowersConfig, ViT, ViTConfig
 from vitrail.encoders.presets import TEXTS, TOWERS, VITS
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, nearest
 from vitrail.models.clip import Contrastive, ContrastiveConfig
 from vitrail.nn import Work, cost
 from vitrail.nn.mlp import Experts
@@ -144,7 +143,8 @@ PRESETS: dict[str, Config] = {**DECODERS, **VITS, **TOWERS, **{f"{name}-text": t
 
 def named(name: str) -> Config:
     """The config of a preset."""
-    return _pick(PRESETS, name, "preset")
+    listed = "`vitrail ledger` lists the presets; a folder with a config.json or a GGUF file will do too"
+    return _pick(PRESETS, name, "preset", listed)
 
 
 def ledger(
@@ -244,11 +244,7 @@ def _kind(config: Config) -> Kind:
     return KINDS[type(config)]
 
 
-def _pick(table: Mapping[str, Row], name: str, what: str) -> Row:
+def _pick(table: Mapping[str, Row], name: str, what: str, otherwise: str = "") -> Row:
     if name in table:
         return table[name]
-    close = difflib.get_close_matches(name.lower(), table, n=3, cutoff=0.5)
-    known = ", ".join(table) if len(table) < 10 else "those that `vitrail ledger` lists, and folders with a config.json"
-    raise ConfigError(
-        f"no {what} is called {name!r}", f"did you mean {' or '.join(close)}?" if close else f"known: {known}"
-    )
+    raise ConfigError(f"no {what} is called {name!r}", nearest(name, table, otherwise))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
+from vitrail.encoders.depth import weigh
 from vitrail.encoders.presets import TEXTS, VITS
 from vitrail.encoders.text import TextConfig, TextTower
 from vitrail.encoders.vit import Grids, ViT, ViTConfig
@@ -30,11 +31,11 @@ class ContrastiveConfig(Config):
     def __post_init__(self) -> None:
         if self.image.pool == "none":
             raise ConfigError("the image tower of a contrastive model needs a pool", "choose cls, mean or attention")
-        widths = self.image.block.width, self.text.pooled
+        widths = self.image.pooled, self.text.pooled
         if self.embed is None and widths[0] != widths[1]:
             raise ConfigError(
                 f"pictures of width {widths[0]} cannot be compared with texts of width {widths[1]}",
-                "give `embed`, or the text tower a head of the picture's width",
+                "give `embed`, or a tower a head of the other's width",
             )
 
 
@@ -47,7 +48,7 @@ class Contrastive(nn.Module):
         self.image = ViT(config.image)
         self.text = TextTower(config.text)
         E = config.embed
-        self.image_projection = nn.Linear(config.image.block.width, E, bias=False) if E else nn.Identity()
+        self.image_projection = nn.Linear(config.image.pooled, E, bias=False) if E else nn.Identity()
         self.text_projection = nn.Linear(config.text.pooled, E, bias=False) if E else nn.Identity()
         self.log_scale = nn.Parameter(torch.tensor(float(config.log_scale)))
         self.bias = None if config.bias is None else nn.Parameter(torch.tensor(float(config.bias)))
@@ -85,9 +86,8 @@ def _(module: Contrastive, work: Work) -> int:
     if module.image.pooler is not None:
         patches = work.tokens - work.rows * module.config.image.prefix
         total += cost.flops(module.image.pooler, pictures.with_(tokens=patches))
-    if module.text.head is not None:
-        total += cost.flops(module.text.head, one)
-    total += cost.flops(module.image_projection, one) + cost.flops(module.text_projection, one)
+    heads = module.image.head, module.text.head, module.image_projection, module.text_projection
+    total += sum(cost.flops(head, one) for head in heads if head is not None)
     embed = module.config.embed or module.config.text.pooled
     return total + 2 * embed * work.rows**2
 
@@ -95,10 +95,10 @@ def _(module: Contrastive, work: Work) -> int:
 @cost.bytes.register
 def _(module: Contrastive, work: Work) -> cost.Bytes:
     pictures, texts = _sides(work)
-    rest = [cost.bytes(part, pictures) for part in (module.image_projection, module.text_projection)]
-    scalars = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-    both = cost.bytes(module.image, pictures) + cost.bytes(module.text, texts)
-    return sum(rest, both) + cost.Bytes(weights=scalars, read=scalars)
+    towers = cost.bytes(module.image, pictures) + cost.bytes(module.text, texts)
+    beside = weigh(module.image_projection, module.text_projection, *module.parameters(recurse=False))
+    pooling = weigh(*module.image.pooling, module.text.head)  # which the towers alone do not read
+    return towers + cost.Bytes(weights=beside, read=beside + pooling)
 
 
 def _sides(work: Work) -> tuple[Work, Work]:

@@ -6,8 +6,10 @@ import io
 import os
 import struct
 import sys
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,6 +25,8 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray |
 
 # Pillow warns above this many pixels (a quarter of a gigabyte of RGB); so it is where we stop by default.
 MAX_PIXELS = 89_478_485
+_ALONE = threading.Lock()
+_HUGE = "shrink it, or raise max_pixels if you trust it (--max-pixels on the command line)"
 
 # Raster formats only: Pillow would hand an EPS to Ghostscript, and has readers nobody has looked at for years.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF", "TGA")
@@ -76,17 +80,34 @@ def load_image(
     """
     if len(background) != 3 or not all(0 <= level <= 255 for level in background):
         raise ConfigError(f"background {background}", "give three levels of 0…255")
-    if isinstance(source, Image.Image):
-        return _read(source, getattr(source, "filename", "") or "the given picture", frame, max_pixels, background)
-    if isinstance(source, bytes):
-        return _open(io.BytesIO(source), f"picture of {len(source):,} bytes", frame, max_pixels, background)
-    if isinstance(source, (str, os.PathLike)):
-        return _load_file(Path(source), frame, max_pixels, background)
+    with _pillow_allows(max_pixels):
+        if isinstance(source, Image.Image):
+            return _read(source, getattr(source, "filename", "") or "the given picture", frame, max_pixels, background)
+        if isinstance(source, bytes):
+            return _open(io.BytesIO(source), f"picture of {len(source):,} bytes", frame, max_pixels, background)
+        if isinstance(source, (str, os.PathLike)):
+            return _load_file(Path(source), frame, max_pixels, background)
     array = _as_array(source)
     if frame:
         raise ImageError(f"frame {frame} of an array of shape {array.shape}", "index the array yourself")
     _check_size(f"array of shape {array.shape}", array.shape[0], array.shape[1], max_pixels)
     return _flatten(_to_8_bits(array, f"array of shape {array.shape}"), background)
+
+
+@contextmanager
+def _pillow_allows(max_pixels: int) -> Iterator[None]:
+    """Pillow refuses twice its own limit, which is one number for the whole process, when it opens a file and again
+    between frames. A larger limit of ours raises it meanwhile, for one thread at a time; other threads that use Pillow
+    by themselves have the raised one meanwhile too."""
+    if max_pixels <= MAX_PIXELS:
+        yield
+        return
+    with _ALONE:
+        kept, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = kept
 
 
 class Norm(NamedTuple):
@@ -155,7 +176,7 @@ def _open(file: Any, name: str, *how: Any) -> Image.Image:
             f"{name} is not a picture, or its header is broken", f"convert it to one of {', '.join(FORMATS)}"
         ) from error
     except Image.DecompressionBombError as error:
-        raise ImageError(f"{name} is huge: {error}", "shrink it first") from error
+        raise ImageError(f"{name} is huge: {error}", _HUGE) from error
     except _BROKEN as error:
         raise _corrupt(name, error) from error
     with image:
@@ -207,7 +228,7 @@ def _check_size(name: str, height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise ImageError(
             f"{name} claims {height:,}×{width:,} pixels, over the limit of {max_pixels:,}",
-            "shrink it, or raise max_pixels if you trust it",
+            _HUGE,
         )
 
 

@@ -4,10 +4,9 @@ Every policy is a frozen config with `cut(height, width)` (integers only) and `a
 the rounding are those of the models they come from; see `docs/processing.md` for which to use when.
 """
 
-import difflib
 import math
 
-from vitrail.errors import ConfigError, ImageError
+from vitrail.errors import ConfigError, ImageError, nearest
 from vitrail.processing.anyres import GRIDS_ONEVISION, HD9, AnyRes
 from vitrail.processing.cut import (
     Colour,
@@ -230,8 +229,4 @@ def named(name: str) -> Policy:
         return POLICIES[name]()
     if name in PRESETS:
         return PRESETS[name]
-    known = [*POLICIES, *PRESETS]
-    close = difflib.get_close_matches(name, known, n=1)
-    raise ConfigError(
-        f"no resolution policy {name!r}", f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    )
+    raise ConfigError(f"no resolution policy {name!r}", nearest(name, [*POLICIES, *PRESETS]))

@@ -20,6 +20,7 @@ Span = tuple[int, int]  # characters [start, end) of a text
 _T = TypeVar("_T")
 
 NAMED = ("bos", "eos", "unk", "pad")  # the special tokens that have a part to play, in the order they are added
+MOST = 2**20  # tokens that a vocabulary may be trained to; the trainer sets room aside for all of them at once
 _BYTES = 256  # a byte-complete vocabulary starts with every byte
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece vocabularies write one byte
 _ANCHOR = 0x100000  # first code point of the last private-use plane
@@ -108,6 +109,8 @@ class Tokenizer:
                 f"vocab_size {vocab_size} is too small: {_BYTES} bytes and {len(tokens)} special tokens need {least}",
                 f"ask for at least {least}; a few thousand suit captions",
             )
+        if vocab_size > MOST:
+            raise TextError(f"vocab_size {vocab_size:,} is too large", f"ask for at most {MOST:,}")
         rust = tokenizers.Tokenizer(models.BPE())
         # One digit a token keeps numbers regular; the byte level splits words as GPT-2 does.
         rust.pre_tokenizer = pre_tokenizers.Sequence(
@@ -386,10 +389,15 @@ def read_sidecar(folder: Path) -> Sidecar:
     for role in NAMED:
         token = names.get(f"{role}_token")
         token = token.get("content") if isinstance(token, dict) else token
+        if token and not isinstance(token, str):
+            raise TextError(f"{role}_token beside {folder / 'tokenizer.json'} is {token!r}", "a string is expected")
         if token:
-            named[role] = str(token)
-    stops = _read_json(folder / "generation_config.json").get("eos_token_id")
+            named[role] = token
+    file = folder / "generation_config.json"
+    stops = _read_json(file).get("eos_token_id")
     stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(type(stop) is int and stop >= 0 for stop in stops):
+        raise TextError(f"{file}: eos_token_id is {stops!r:.100}", "an id is expected, or a list of ids")
     return Sidecar(named, _chat_template(folder, config), tuple(stops))
 
 
@@ -399,8 +407,10 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if file.is_file():
         return _decoded(file, _read(file, ""))
     found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = {row.get("name"): row.get("template") for row in found}.get("default")
+    if isinstance(found, list) and all(isinstance(row, dict) for row in found):  # several, by name
+        found = next((row.get("template") for row in found if row.get("name") == "default"), None)
+    if found is not None and not isinstance(found, str):
+        raise TextError(f"chat_template beside {folder / 'tokenizer.json'} is {found!r:.100}", "a string is expected")
     return found
 
 

@@ -6,7 +6,7 @@ which is what attention sees when the content says nothing.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from PIL import Image, ImageDraw
@@ -32,7 +32,7 @@ SCALINGS = {
 CURVES = (style.INK, style.GREEN, style.VIOLET, style.RED, style.BLUE)
 
 
-def examples(head_dim: int = 128) -> dict[str, RotaryConfig]:
+def examples(head_dim: int = 128, layouts: Iterable[str] = tuple(LAYOUTS)) -> dict[str, RotaryConfig]:
     """Each layout as its best-known model sets it, the sections scaled to the head."""
     slots = head_dim // 2
     chunk, turn = round(slots * 3 / 8), round(slots * 5 / 16)
@@ -40,7 +40,7 @@ def examples(head_dim: int = 128) -> dict[str, RotaryConfig]:
     thetas = {"mrope": 1e6, "mrope_interleaved": 5e6}
     return {
         name: RotaryConfig(head_dim=head_dim, layout=name, theta=thetas.get(name, 1e4), sections=sections.get(name))  # pyrefly: ignore[bad-argument-type]
-        for name in LAYOUTS
+        for name in layouts
     }
 
 

@@ -1,8 +1,13 @@
-"""Palette, type and scale that all figures share."""
+"""Palette, type and scale that all figures share, and the way to a file."""
 
 from functools import cache
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
+
+from vitrail.errors import VitrailError
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".tif", ".tiff", ".bmp", ".pdf")
 
 SCALE = 2  # figures are drawn at twice their size and reduced at the end: smooth lines without a drawing library
 
@@ -42,3 +47,23 @@ def text(
 
 def finish(sheet: Image.Image) -> Image.Image:
     return sheet.resize((sheet.width // SCALE, sheet.height // SCALE), Image.Resampling.LANCZOS)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a file that no picture can be saved as, before the work of drawing it is done."""
+    if path.suffix.lower() not in ENDINGS:
+        raise VitrailError(
+            f"{path} cannot be written: {path.suffix or 'no ending'} is no kind of picture",
+            f"give --out one of the endings {', '.join(ENDINGS)}",
+        )
+
+
+def save_picture(sheet: Image.Image, path: Path) -> None:
+    """Write a figure, with the folders above it."""
+    check_picture(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(path)
+    except (OSError, ValueError, KeyError) as error:  # the last two: a kind this build of Pillow does not write
+        reason = getattr(error, "strerror", None) or error
+        raise VitrailError(f"{path} cannot be written: {reason}", "give another path with --out") from error

@@ -1,0 +1,214 @@
+"""Packing loses nothing, cuts nothing, and lets no sample see another."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import randomize, relative
+from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.errors import StreamError
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
+from vitrail.processing.grid import Grid
+from vitrail.stream import (
+    POSITIONS,
+    Rules,
+    actions,
+    bins,
+    build,
+    merge,
+    pack,
+    picture,
+    queries,
+    split,
+    unpack,
+    video,
+    words,
+)
+
+VOCAB, WIDTH = 50, 24
+
+ids = st.integers(0, VOCAB - 1)
+side = st.integers(1, 3)
+flags = st.sampled_from([None, True, False])
+part = st.one_of(
+    st.builds(words, st.lists(ids, min_size=1, max_size=6), st.booleans(), both=st.just(False)),
+    st.builds(lambda h, w, both: picture(Grid(h=h, w=w), both=both), side, side, flags),
+    st.builds(lambda t, h, s, both: video(Grid(t=t, h=h, w=2), seconds=s, both=both), side, side, st.just(0.5), flags),
+    st.builds(actions, st.lists(ids, min_size=1, max_size=3), st.booleans()),
+    st.builds(
+        lambda codes: picture(len(codes), ids=codes, loss=True, both=False), st.lists(ids, min_size=1, max_size=4)
+    ),
+    st.builds(queries, side),
+)
+rules = st.builds(
+    Rules, positions=st.sampled_from(list(POSITIONS)), both=st.sampled_from([(), ("image",), ("image", "video")])
+)
+samples = st.lists(st.lists(part, min_size=1, max_size=4), min_size=1, max_size=7)
+
+
+def streams_of(drawn, rules):
+    return [build(parts, rules, name=f"s{i}") for i, parts in enumerate(drawn)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(samples, rules, st.integers(0, 40), st.booleans())
+def test_unpack_inverts_pack(drawn, rules, slack, trim):
+    streams = streams_of(drawn, rules)
+    batch = pack(streams, max(map(len, streams)) + slack, trim=trim)
+    assert unpack(batch) == streams
+    assert torch.equal(batch.segments >= 0, batch.kinds >= 0)
+    assert int((batch.segments >= 0).sum()) == sum(map(len, streams))
+    for row in range(len(batch.ids)):  # spans of a row stay distinct
+        pairs = set(zip(batch.spans[row].tolist(), batch.segments[row].tolist(), strict=True)) - {(0, -1)}
+        numbers = [span for span, _ in pairs if span]
+        assert len(numbers) == len(set(numbers))
+
+
+@settings(max_examples=120, deadline=None)
+@given(samples, rules)
+def test_targets_are_the_next_token_of_the_same_sample(drawn, rules):
+    streams = streams_of(drawn, rules)
+    batch = pack(streams, sum(map(len, streams)))  # all in one row, where a shift could cross
+    for stream, targets in zip(streams, split(batch, batch.targets), strict=True):
+        wanted = [int(i) if learn else -100 for i, learn in zip(stream.ids[1:], stream.loss[1:], strict=True)]
+        assert targets.tolist() == [*wanted, -100]
+    assert batch.silent == tuple(s.name for s in streams if not s.learnt)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(20, 30))
+def test_bins(lengths, budget):
+    rows = bins(lengths, budget)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    filled = [sum(lengths[i] for i in row) for row in rows]
+    assert max(filled) <= budget
+    # A row is begun only when no other has room, so no two could have been one.
+    assert all(a + b > budget for n, a in enumerate(filled) for b in filled[n + 1 :])
+
+
+def test_rows_are_told_apart_and_the_same_every_time():
+    assert bins([4, 8, 1, 4, 2, 1], 10) == [[0, 2, 3, 5], [1, 4]]
+    streams = [build([words([i] * n, loss=True)], name=f"n{i}") for i, n in enumerate([4, 8, 1, 4, 2, 1])]
+    batch = pack(streams, 10)
+    assert batch.ids.tolist() == [[0] * 4 + [2] + [3] * 4 + [5], [1] * 8 + [4] * 2]
+    assert batch.full == 1.0
+    assert batch.silent == ("n2", "n5") and "nothing on n2, n5" in str(batch)
+    assert pack(streams, 100, trim=True).ids.shape == (1, 20) and pack(streams, 100).ids.shape == (1, 100)
+
+
+def test_what_does_not_fit_is_refused_not_cut():
+    streams = [build([words([1] * n)], name=name) for n, name in ((3, "short"), (12, "coco/7"))]
+    with pytest.raises(StreamError, match="coco/7 has 12 tokens, more than a row of 8"):
+        pack(streams, 8)
+    with pytest.raises(StreamError, match="sample 0 has 2 tokens"):
+        pack([build([words([1, 2])])], 1)
+    with pytest.raises(StreamError, match="no samples"):
+        pack([], 8)
+
+
+# ---- nothing leaks ----------------------------------------------------------------------------------------------
+
+
+def decoder() -> Decoder:
+    block = BlockConfig(
+        width=WIDTH, attention=AttentionConfig(heads=2, kv_heads=1), mlp=GatedConfig(hidden=32), norm="rms"
+    )
+    rotary = RotaryConfig(head_dim=12, layout="mrope_interleaved", sections=(2, 2, 2))
+    return randomize(Decoder(DecoderConfig(vocab=VOCAB, layers=2, block=block, rotary=rotary)))
+
+
+def rich(both):
+    """Samples of all kinds, one of them words alone, in two rows of 40."""
+    rules = Rules(positions="qwen2.5-vl", both=both, vocab=VOCAB)
+    parts = [
+        [words(range(4)), picture(Grid(h=4, w=6, merge=2)), words(range(5, 9), loss=True)],
+        [words([9, 8, 7, 6], loss=True)],
+        [video(Grid(t=3, h=2, w=2), seconds=0.5), words([3, 2, 1], loss=True), queries(2)],
+        [picture(3), actions([40, 41], loss=True), picture(Grid(h=2, w=2)), actions([42, 43], loss=True)],
+        [words([11]), picture(4, ids=[20, 21, 22, 23], loss=True, both=False), words([12], loss=True)],
+    ]
+    return [build(each, rules, name=f"s{i}") for i, each in enumerate(parts)]
+
+
+def run(model, streams, features, budget):
+    batch = pack(streams, budget)
+    embeds = model.embed(batch.ids)
+    logits = model(embeds=merge(embeds, features, batch), positions=batch.positions, plan=batch.plan())
+    losses = [
+        F.cross_entropy(own, target, ignore_index=-100, reduction="sum")
+        for own, target in zip(split(batch, logits), split(batch, batch.targets), strict=True)
+    ]
+    return batch, logits, torch.stack(losses), embeds
+
+
+def features_for(streams, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    own = {}
+    for stream in streams:
+        for source in stream.sources:
+            if source.feed != "query":
+                own.setdefault(source.feed, []).append(torch.randn(source.rows, WIDTH, generator=generator))
+    table = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(9))
+    return {feed: [block.requires_grad_() for block in blocks] for feed, blocks in own.items()} | {"query": table}
+
+
+@pytest.mark.parametrize("both", [(), ("image", "video", "query")])
+def test_packed_equals_alone(both):
+    model, streams = decoder(), rich(both)
+    features = features_for(streams)
+    batch, logits, losses, _ = run(model, streams, features, 40)
+    assert batch.ids.shape[0] == 2
+    losses.sum().backward()
+    packed = [block.grad.clone() for feed in ("image", "video") for block in features[feed]]
+    weights = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    taken = {feed: iter(blocks) for feed, blocks in features.items() if feed != "query"}
+    alone = features_for(streams)
+    fresh = {feed: iter(blocks) for feed, blocks in alone.items() if feed != "query"}
+    for stream, own, loss in zip(streams, split(batch, logits), losses, strict=True):
+        mine = {}
+        for source in stream.sources:
+            if source.feed == "query":
+                mine["query"] = alone["query"]
+            else:
+                block = next(fresh[source.feed])
+                assert torch.equal(block, next(taken[source.feed]))
+                mine.setdefault(source.feed, []).append(block)
+        _, by_itself, loss_alone, _ = run(model, [stream], mine, len(stream))
+        assert relative(own, by_itself[0]) < 1e-5
+        assert relative(loss, loss_alone[0]) < 1e-5
+        loss_alone.sum().backward()
+    again = [block.grad for feed in ("image", "video") for block in alone[feed]]
+    for ours, reference in zip(packed + weights, again + [p.grad for p in model.parameters()], strict=True):
+        assert relative(ours, reference) < 1e-5
+
+
+@pytest.mark.parametrize("both", [(), ("image", "video", "query")])
+def test_no_gradient_crosses_between_samples(both):
+    model, streams = decoder(), rich(both)
+    features = features_for(streams)
+    batch, _, losses, embeds = run(model, streams, features, 40)
+    for i, loss in enumerate(losses):
+        (grad,) = torch.autograd.grad(loss, embeds, retain_graph=True)
+        touched = batch.segments[grad.abs().sum(-1) > 0].unique().tolist()
+        assert touched == [i]  # exactly zero elsewhere, padding included
+
+
+def test_the_picture_reads_both_ways_and_words_do_not():
+    streams = rich(("image",))
+    batch = pack(streams, 40)
+    mask = batch.plan().mask(40, 40, torch.device("cpu"))[0, 0]
+    at = (batch.segments[0] == 0).nonzero()[:, 0]
+    first, last = int(at[4]), int(at[9])  # the 2 × 3 tokens of the picture
+    assert mask[first, first : last + 1].all() and not mask[first, last + 1 :].any()
+    assert not mask[first - 1, first]
+    assert pack(rich(()), 40).plan().spans is None
+
+
+def test_a_batch_moves_with_all_it_holds():
+    batch = pack(rich(("image",)), 40).to("meta")
+    tensors = [batch.ids, batch.segments, batch.targets, batch.positions, batch.fills["image"].rows]
+    assert {x.device.type for x in tensors} == {"meta"}

@@ -16,13 +16,20 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from decode import CONFIG
+from decode import CONFIG, llama_config
 from record import record
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.nn import Work, cost
 
 BATCH, LENGTH, RATE = 8, 2048, 790e12
+MEASURED = (
+    "vitrail.backbones.decoder",
+    "vitrail.nn.block",
+    "vitrail.nn.attention",
+    "vitrail.nn.attend",
+    "vitrail.nn.rotary",
+)
 
 
 def work(parameters: int) -> float:
@@ -96,17 +103,9 @@ def ours() -> dict[str, float]:
 
 
 def theirs() -> dict[str, float]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=CONFIG.vocab,
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=8192,
-        use_cache=False,
-    )
+    config = llama_config(use_cache=False)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).bfloat16()
     compiled = torch.compile(model)
@@ -128,15 +127,8 @@ def main() -> None:
         if arguments.only in (None, name):
             result[name] = run()
             print(name, json.dumps(result[name]), flush=True)
+            record(arguments.out, result, *MEASURED)
             torch.cuda.empty_cache()
-    record(
-        arguments.out,
-        result,
-        "vitrail.backbones.decoder",
-        "vitrail.nn.block",
-        "vitrail.nn.attention",
-        "vitrail.nn.rotary",
-    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_ROOMS = ("nn", "processing", "encoders", "backbones", "models", "generate", "show", "lab", "hub")
+_ROOMS = (
+    "nn", "processing", "objectives", "data", "encoders", "stream", "backbones", "models", "generate", "train", "tasks",
+    "show", "lab", "hub", "recipe",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

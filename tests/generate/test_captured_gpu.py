@@ -1,5 +1,8 @@
 """The captured step against the model itself, on a GPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -108,6 +111,17 @@ def test_generate_captures_by_itself_and_writes_the_same():
     fast = generate(model, prompts, max_new=20, sampling=GREEDY)
     plain = generate(model, prompts, max_new=20, sampling=GREEDY, stepper=Eager)
     assert [w.ids for w in fast] == [w.ids for w in plain]
+    # The graph is kept for the next call, and made anew where the weights have moved.
+    other = [torch.randint(0, 500, (n,)).tolist() for n in (9, 2, 30)]
+    model.load_state_dict(make(BLOCKS["llama"], torch.float32).state_dict(), assign=True)
+    for prompts in (other, other[::-1]):
+        fast = generate(model, prompts, max_new=20, sampling=GREEDY)
+        plain = generate(model, prompts, max_new=20, sampling=GREEDY, stepper=Eager)
+        assert [w.ids for w in fast] == [w.ids for w in plain]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_growing_or_full_cache_is_refused():

@@ -8,7 +8,8 @@ B batch, V vocabulary
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor
@@ -113,6 +114,14 @@ def _argmax(logits: Tensor) -> Tensor:
     return (chunk * 256 + where.gather(1, chunk))[:, 0]
 
 
+_KEPT: "WeakKeyDictionary[Decoder, Captured]" = WeakKeyDictionary()
+
+
+def _addresses(model: Decoder) -> tuple[int, ...]:
+    """Where the weights lie: a graph reads them there, whatever the model's names point to by now."""
+    return tuple(p.data_ptr() for p in model.parameters())
+
+
 def capturable(model: Decoder, rows: int, capacity: int) -> bool:
     """On a GPU, with a cache worth setting aside, and experts that run without asking the host how many each has."""
     weight, mlp = model.embed.weight, model.config.block.mlp
@@ -127,6 +136,18 @@ class Captured(Eager):
     def __init__(self, model: Decoder, rows: int, capacity: int):
         self.model, self.cache = model, model.cache(rows, capacity)
         self.captured = CapturedStep(model, self.cache)
+        self.weights = _addresses(model)
+
+    @classmethod
+    def of(cls, model: Decoder, rows: int, capacity: int) -> "Captured":
+        """The model's last stepper if it fits, emptied; capturing anew costs as much as a hundred tokens."""
+        kept = _KEPT.get(model)
+        fits = kept is not None and len(kept.cache.lengths) == rows and kept.cache.capacity >= capacity
+        if kept is None or not fits or kept.weights != _addresses(model):
+            # By proxy, or the stepper would keep alive the model that keeps it.
+            kept = _KEPT[model] = cls(cast(Decoder, proxy(model)), rows, max(512, 1 << (capacity - 1).bit_length()))
+        kept.cache.clear()
+        return kept
 
     def step(self, ids: Tensor) -> Tensor:
         return self.captured(ids)

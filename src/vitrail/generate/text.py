@@ -59,7 +59,7 @@ def _fastest(model: Decoder, rows: int, capacity: int) -> Stepper:
     """On a GPU a captured step, where the model can be captured."""
     from vitrail.generate.captured import Captured, capturable  # which imports Eager from here
 
-    return Captured(model, rows, capacity) if capturable(model, rows, capacity) else Eager(model, rows, capacity)
+    return Captured.of(model, rows, capacity) if capturable(model, rows, capacity) else Eager(model, rows, capacity)
 
 
 class Piece(NamedTuple):

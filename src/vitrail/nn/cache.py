@@ -96,6 +96,11 @@ class KVCache:
         """Slots that a pass looks at: all that hold a token, and on the first pass the padding beside them."""
         return self._slots.shape[1] if self._first else self.filled
 
+    def clear(self) -> None:
+        """Forget every token; the room stays. Old keys and values lie in the future of what comes next."""
+        self.lengths = torch.zeros_like(self.lengths)
+        self.filled, self.even = 0, True
+
     def layer(self, i: int) -> "LayerCache":
         return LayerCache(self, i)
 

@@ -236,6 +236,8 @@ def _runs(
 
 def _row_runs(segments: Tensor) -> tuple[Tensor, Tensor]:
     """(runs, 2) the (row, segment) of each run over the flattened batch, and (runs,) its length."""
-    rows = torch.arange(len(segments), device=segments.device)[:, None].expand_as(segments)
-    pairs = torch.stack([rows.flatten(), segments.flatten().long()], dim=1)
-    return pairs.unique_consecutive(dim=0, return_counts=True)
+    least = int(segments.min()) if segments.numel() else 0
+    span = int(segments.max()) - least + 1 if segments.numel() else 1
+    rows = torch.arange(len(segments), device=segments.device)[:, None]
+    keys, counts = (rows * span + (segments.long() - least)).flatten().unique_consecutive(return_counts=True)
+    return torch.stack([keys // span, keys % span + least], dim=1), counts

@@ -1,0 +1,37 @@
+"""`vitrail train` and `vitrail recipes`."""
+
+from pathlib import Path
+
+from vitrail import recipe as recipes
+from vitrail.errors import ConfigError
+
+
+def train(recipe: str, /, *changes: str, out: Path, device: str | None = None) -> None:
+    """Train a recipe. The same command goes on after any interruption; the end's weights are in OUT/final.
+
+    Parameters
+    ----------
+    recipe
+        A recipe's name (see `vitrail recipes`) or a .toml file.
+    changes
+        Settings to change, as key=value with dotted keys: stages.0.steps=500 seed=3
+    out
+        Folder for checkpoints, logs and the result.
+    device
+        cpu or cuda; a GPU is used where there is one.
+    """
+    wrong = [change for change in changes if "=" not in change]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is no key=value", "for example stages.0.steps=500")
+    chosen = recipes.read(recipe, dict(change.split("=", 1) for change in changes))
+    recipes.train(chosen, out, device=device)
+    print(f"→ {out / 'final'}")
+
+
+def list_recipes() -> None:
+    """List the recipes that can be trained by name."""
+    rows = [recipes.read(name) for name in recipes.names()]
+    wide = max(len(row.name) for row in rows)
+    for row in rows:
+        steps = ", ".join(f"{stage.name} {stage.steps:,} steps" for stage in row.stages)
+        print(f"{row.name:{wide}}  {row.says} ({steps})")

@@ -1,0 +1,234 @@
+"""A recipe: a TOML of parts and stages, read, checked as a whole, and only then built."""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vitrail import hub
+from vitrail.config import Config
+from vitrail.data.text import TextConfig, TextWindows, read_text
+from vitrail.errors import ConfigError
+from vitrail.hub.families import MODELS
+from vitrail.processing.text import Tokenizer
+from vitrail.tasks.text import TextTask
+from vitrail.train import distributed
+from vitrail.train.lora import LoRAConfig, add_lora, merge
+from vitrail.train.optim import group_parameters
+from vitrail.train.schedule import Constant
+from vitrail.train.stage import StageConfig, choose_trainable
+from vitrail.train.trainer import Trainer
+
+TASKS = {"text": TextTask}
+
+
+class ModelPart(Config):
+    """A model by its config, or one that `hub.load` knows, to start from."""
+
+    kind: str = "decoder"
+    config: dict[str, Any] | None = None
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.start is None):
+            raise ConfigError("a model has a config or a start", "give [model.config], or start = a name or folder")
+
+
+class TokenizerPart(Config):
+    """A tokenizer from a folder or a model's name, or one trained on the recipe's training text."""
+
+    start: str | None = None
+    train: int | None = None  # size of the vocabulary
+
+    def __post_init__(self) -> None:
+        if (self.start is None) == (self.train is None):
+            raise ConfigError("a tokenizer is loaded or trained", "give start = a folder, or train = a vocabulary size")
+
+
+class Recipe(Config):
+    name: str
+    says: str
+    model: ModelPart
+    tokenizer: TokenizerPart
+    sources: dict[str, TextConfig]
+    stages: tuple[StageConfig, ...]
+    seed: int = 0
+    lora: LoRAConfig | None = None
+    status: Literal["tested", "untested"] = "tested"
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError(f"recipe {self.name!r} has no stage", "add a [[stages]] table")
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"recipe {self.name!r} has two stages of one name: {names}")
+        for i, stage in enumerate(self.stages):
+            if stage.task not in TASKS:
+                raise ConfigError(f"stages[{i}].task is {stage.task!r}", f"known: {', '.join(TASKS)}")
+            for key, wanted in (("mixture.weights", stage.mixture.weights), ("judge", stage.judge)):
+                for source in wanted:
+                    if source not in self.sources:
+                        raise ConfigError(
+                            f"stages[{i}].{key} names {source!r}, which is no source",
+                            f"sources: {', '.join(self.sources)}",
+                        )
+        if self.model.kind not in MODELS:
+            raise ConfigError(f"model.kind is {self.model.kind!r}", f"known: {', '.join(MODELS)}")
+        if self.model.config is not None:
+            self._check_parts(self.model_config())
+
+    def model_config(self) -> Config:
+        try:
+            return MODELS[self.model.kind][0].read(self.model.config)
+        except ConfigError as error:
+            raise ConfigError(f"model.config: {error.problem}", error.remedy) from None
+
+    def _check_parts(self, config: Any) -> None:
+        """What needs the model's names is checked on one without weights."""
+        _check_vocabulary(config, self.tokenizer.train or 0)
+        with torch.device("meta"):
+            model = MODELS[self.model.kind][1](config)
+        if self.lora is not None:
+            add_lora(model, self.lora)
+        for stage in self.stages:
+            choose_trainable(model, stage.train)
+            group_parameters(model, stage.optim)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Where the recipes lie: inside an installed package, or beside the sources."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "recipes"
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in folder().glob("*.toml"))
+
+
+def read(name_or_path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """A recipe by name or file, with `key=value` changes laid over it."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = folder() / f"{name_or_path}.toml"
+    if not path.is_file():
+        raise ConfigError(f"no recipe {str(name_or_path)!r}", f"known: {', '.join(names())}; or give a .toml file")
+    try:
+        data = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    for key, value in (overrides or {}).items():
+        _lay(data, key, value)
+    return Recipe.read(data)
+
+
+def _lay(data: dict[str, Any], key: str, text: str) -> None:
+    """Set one value by its dotted path; a number counts into a list. The value is TOML, or a string as it stands."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *way, last = key.split(".")
+    node: Any = data
+    for part in way:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            raise ConfigError(
+                f"{key!r} leads nowhere in the recipe: no {part!r}", "lists are counted from 0: stages.0.steps"
+            )
+    if isinstance(node, list):
+        if not (last.isdigit() and int(last) < len(node)):
+            raise ConfigError(f"{key!r} leads nowhere in the recipe: no {last!r}")
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+# ---- building and running ---------------------------------------------------------------------------------------
+
+
+def tiny(recipe: Recipe) -> Recipe:
+    """The same recipe at one step of two samples: what a test of every recipe runs."""
+    stages = tuple(
+        stage.with_(
+            steps=1, batch=2, accumulate=1, schedule=Constant(), judge=(), judge_every=0, workers=0, compile=False
+        )
+        for stage in recipe.stages
+    )
+    return recipe.with_(stages=stages)
+
+
+def identity(recipe: Recipe) -> str:
+    """What a run must share with the one it goes on from."""
+    return hashlib.sha256(json.dumps(recipe.plain(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool = False) -> nn.Module:
+    """Run every stage in turn; the end's weights are in out/final. The same call goes on where it stopped.
+
+    Under torchrun the processes share the work, and any number of them can go on with what others began.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    out.mkdir(parents=True, exist_ok=True)
+    with distributed.joined(device):
+        if distributed.rank() == 0:
+            _tokenizer(recipe, out)
+        distributed.wait()
+        words = _tokenizer(recipe, out)
+        sources = {name: TextWindows(config, words) for name, config in recipe.sources.items()}
+        model = _model(recipe, words)
+        more = {"seed": recipe.seed, "device": device, "identity": identity(recipe), "quiet": quiet}
+        for stage in recipe.stages:
+            Trainer(stage, TASKS[stage.task](model), sources, out / stage.name, **more).train()
+            if distributed.size() > 1:  # the next stage shares the weights out anew
+                state = distributed.gathered(model.state_dict())
+                model = _model(recipe, words)
+                model.load_state_dict(state)
+        if recipe.lora is not None:
+            merge(model)
+        if distributed.rank() == 0:
+            hub.save(model, out / "final", words)
+        distributed.wait()
+    return model
+
+
+def _tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
+    part = recipe.tokenizer
+    if part.start is not None:
+        return hub.tokenizer(part.start)
+    kept = out / "tokenizer"
+    if not (kept / "tokenizer.json").exists():
+        texts = [read_text(config) for config in recipe.sources.values() if config.part == "train"]
+        assert part.train is not None
+        Tokenizer.train(texts, part.train).save(kept)
+    return Tokenizer.load(kept)
+
+
+def _model(recipe: Recipe, words: Tokenizer) -> Any:
+    """The model as a stage finds it: from its start or its seed, with adapters where the recipe has them."""
+    torch.manual_seed(recipe.seed)
+    part = recipe.model
+    if part.start is not None:
+        model = hub.load(part.start, dtype=torch.float32)
+    else:
+        model = MODELS[part.kind][1](recipe.model_config())
+    _check_vocabulary(model.config, words.size)
+    return model if recipe.lora is None else add_lora(model, recipe.lora)
+
+
+def _check_vocabulary(config: Any, size: int) -> None:
+    vocab = getattr(config, "vocab", size)
+    if vocab < size:
+        raise ConfigError(
+            f"the model knows {vocab} tokens and the tokenizer has {size}", f"set model.config.vocab to {size} or more"
+        )

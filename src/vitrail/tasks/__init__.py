@@ -1,0 +1,1 @@
+"""A model plus its loss: task(batch) → losses."""

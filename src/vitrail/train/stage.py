@@ -1,0 +1,58 @@
+"""A stage: what trains, at which rate, on which mixture, for how long."""
+
+from typing import Literal
+
+from torch import nn
+
+from vitrail.config import Config
+from vitrail.data.order import Mixture
+from vitrail.errors import ConfigError
+from vitrail.train.names import matches, refuse_idle
+from vitrail.train.optim import OptimConfig
+from vitrail.train.schedule import Constant, Schedule
+
+
+class StageConfig(Config):
+    """
+    steps        optimizer steps          batch       samples a step, over all ranks and micro-batches
+    accumulate   micro-batches a step     train       names of the parts that train; the rest is frozen
+    mixture      where samples come from  judge       sources the live model is judged on, every `judge_every` steps
+    dtype        of the weights that compute; fp32 masters are kept beside bfloat16 ones
+    ema          decay of an average of the weights that is kept, judged and saved beside them
+    recompute    keep no activations inside blocks and compute them again in the backward pass
+    """
+
+    name: str
+    task: str
+    steps: int
+    batch: int
+    mixture: Mixture
+    optim: OptimConfig
+    schedule: Schedule = Constant()
+    train: tuple[str, ...] = ("*",)
+    accumulate: int = 1
+    judge: tuple[str, ...] = ()
+    judge_every: int = 0
+    save_every: int = 100
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    ema: float | None = None
+    recompute: bool = False
+    compile: bool = False
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or self.accumulate < 1 or self.save_every < 1:
+            raise ConfigError(f"stage {self.name!r}: steps, batch, accumulate and save_every are at least 1")
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                f"stage {self.name!r}: a batch of {self.batch} does not divide into {self.accumulate} micro-batches",
+                "make batch a multiple of accumulate",
+            )
+        self.schedule.check(self.steps)
+
+
+def choose_trainable(model: nn.Module, parts: tuple[str, ...]) -> None:
+    """Freeze all but the named parts; a name that matches nothing is refused."""
+    refuse_idle("train: part", parts, [name for name, _ in model.named_parameters()])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(matches(part, name) for part in parts))

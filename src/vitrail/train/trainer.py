@@ -1,0 +1,337 @@
+"""The training loop: one stage, from wherever it stopped, to its end.
+
+The state of a run is its weights, its optimizer, its random generators and one integer, the step; the samples of a step
+follow from it. So the same command goes on after any death, and ends with the same weights.
+"""
+
+import contextlib
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from vitrail.data.order import Draw, Order
+from vitrail.errors import ConfigError, TrainError
+from vitrail.nn import Block
+from vitrail.train import checkpoint, distributed
+from vitrail.train.ema import EMA
+from vitrail.train.log import Log
+from vitrail.train.optim import Optimizer
+from vitrail.train.stage import StageConfig, choose_trainable
+from vitrail.train.task import Batch, Source, Task
+
+
+class Samples(Dataset):
+    """index → sample, by the order."""
+
+    def __init__(self, order: Order, sources: Mapping[str, Source]):
+        self.order, self.sources = order, sources
+
+    def __getitem__(self, index: int) -> Any:
+        draw: Draw = self.order[index]
+        return self.sources[draw.source][draw.item]
+
+
+class Trainer:
+    """Trains one stage in `folder`, which holds its checkpoints and its log."""
+
+    def __init__(
+        self,
+        stage: StageConfig,
+        task: Task,
+        sources: Mapping[str, Source],
+        folder: Path,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        identity: str = "",
+        quiet: bool = False,
+    ):
+        self.stage, self.task, self.sources, self.folder = stage, task, sources, folder
+        self.device, self.identity, self.quiet, self.seed = torch.device(device), identity, quiet, seed
+        unknown = [name for name in stage.judge if name not in sources]
+        if unknown:
+            raise ConfigError(f"stage {stage.name!r} is judged on {unknown[0]!r}, which is no source")
+        self.order = Order(stage.mixture, {name: len(s) for name, s in sources.items()}, seed)
+        model = task.model
+        model.to(self.device, torch.float32)
+        choose_trainable(model, stage.train)
+        if stage.dtype == "bfloat16":
+            model.to(torch.bfloat16)
+        if stage.recompute:
+            _recompute(model)
+        whole = distributed.Whole(task)
+        distributed.shard(whole, self.device)
+        self.optimizer = Optimizer(model, stage.optim)
+        self.ema = None if stage.ema is None else EMA(model, stage.ema)
+        self.run: Callable[[Batch], dict[str, Tensor]] = torch.compile(whole) if stage.compile else whole
+        # A backward pass goes through every weight, and once more through those that train.
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        self._passes = 2 + sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
+        self.step = 0
+        self._stop: str | None = None
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def train(self) -> nn.Module:
+        """Run to the end of the stage, and give the model."""
+        saves = self.folder / "checkpoints"
+        if distributed.rank() == 0:
+            checkpoint.sweep(saves)
+        distributed.wait()
+        torch.manual_seed(self.seed)
+        self._resume(saves)
+        if self.step >= self.stage.steps:
+            return self.task.model
+        log = Log(self.folder, self.stage.name, self.step, self.stage.steps, self.quiet, distributed.rank() == 0)
+        if self.step:
+            log.say(f"goes on from step {self.step}")
+        rate = _matrix_rate(self.device, getattr(torch, self.stage.dtype))
+        self.task.model.train()
+        try:
+            with self._signals(), contextlib.closing(self._batches()) as batches:
+                while self.step < self.stage.steps and self._stop is None:
+                    values = self._one_step(batches, rate)
+                    self.step += 1
+                    if self.stage.judge_every and self.step % self.stage.judge_every == 0:
+                        values |= self.judge()
+                    log.row(self.step, values)
+                    log.tick(_shown(values))
+                    if self.step % self.stage.save_every == 0 or self.step == self.stage.steps or self._stop:
+                        self._save(saves)
+        finally:
+            log.close()
+        if self._stop is not None and self.step < self.stage.steps:
+            raise TrainError(
+                f"stopped by {self._stop} after step {self.step} of {self.stage.steps}, which is saved in {saves}",
+                "start the same command again to go on",
+            )
+        return self.task.model
+
+    def _one_step(self, batches: Iterator[list[Batch]], rate: float) -> dict[str, float]:
+        start = time.perf_counter()
+        micro = self._next(batches)
+        waited = time.perf_counter() - start
+        counts: dict[str, float] = {}
+        for batch in micro:
+            for name, count in self.task.counts(batch).items():
+                counts[name] = counts.get(name, 0) + count
+        counts = distributed.total(counts)
+        sums = dict.fromkeys(counts, 0.0)
+        for batch in micro:
+            losses = self.run({key: value.to(self.device, non_blocking=True) for key, value in batch.items()})
+            # Gradients are averaged over the ranks, and should be summed.
+            share = distributed.size() * sum(self.task.weights[k] * v / max(counts[k], 1) for k, v in losses.items())
+            assert isinstance(share, Tensor)
+            share.backward()
+            if len(micro) > 1:
+                self.optimizer.accumulate()
+            for name, loss in losses.items():
+                sums[name] += loss.item()
+        sums = distributed.total(sums)
+        means = {name: sums[name] / max(count, 1) for name, count in counts.items()}
+        norm = self.optimizer.clip()
+        if not math.isfinite(norm) or not all(map(math.isfinite, means.values())):
+            self._report(micro, means, norm)
+        scale = self.stage.schedule.scale(self.step, self.stage.steps)
+        self.optimizer.step(scale)
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update(self.task.model)
+        spent = time.perf_counter() - start
+        tokens, flops = sum(counts.values()), self._passes * sum(self.task.flops(batch) for batch in micro)
+        return {
+            "loss": sum(self.task.weights[name] * mean for name, mean in means.items()),
+            **{f"loss/{name}": mean for name, mean in means.items()},
+            "norm": norm,
+            "rate": self.stage.optim.lr * scale,
+            "tokens_per_s": tokens / spent,
+            "mfu": flops / spent / rate,
+            "wait": waited / spent,
+            "memory_gb": _memory(self.device),
+        }
+
+    @torch.no_grad()
+    def judge(self) -> dict[str, float]:
+        """Mean losses of the live model (and of the average, where one is kept) on the sources it is judged on."""
+        model, values = self.task.model, {}
+        model.eval()
+        kinds: dict[str, contextlib.AbstractContextManager] = {"": contextlib.nullcontext()}
+        if self.ema is not None:
+            kinds["ema/"] = self.ema.swapped(model)
+        for label, held in kinds.items():
+            with held:
+                for name in self.stage.judge:
+                    values |= {
+                        f"judge/{label}{name}/{key}": v for key, v in self._mean_losses(self.sources[name]).items()
+                    }
+        model.train()
+        return values
+
+    def _mean_losses(self, source: Source) -> dict[str, float]:
+        size = max(1, self.stage.batch // self.stage.accumulate)
+        sums: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for start in range(0, len(source), size):
+            batch = self.task.collate([source[i] for i in range(start, min(start + size, len(source)))])
+            for name, count in self.task.counts(batch).items():
+                counts[name] = counts.get(name, 0) + count
+            for name, loss in self.task({key: value.to(self.device) for key, value in batch.items()}).items():
+                sums[name] = sums.get(name, 0.0) + loss.item()
+        return {name: sums[name] / max(counts[name], 1) for name in sums}
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    def _indices(self, step: int) -> list[list[int]]:
+        """This rank's sample indices in each micro-batch of a step."""
+        size = self.stage.batch // self.stage.accumulate
+        first, rank, ranks = step * self.stage.batch, distributed.rank(), distributed.size()
+        return [
+            list(range(first + m * size + rank, first + (m + 1) * size, ranks)) for m in range(self.stage.accumulate)
+        ]
+
+    def _batches(self) -> Generator[list[Batch], None, None]:
+        loader = DataLoader(
+            Samples(self.order, self.sources),
+            batch_sampler=[ids for step in range(self.step, self.stage.steps) for ids in self._indices(step)],
+            collate_fn=self.task.collate,
+            num_workers=self.stage.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # its own, so that reading draws nothing from the run's
+        )
+        stream = iter(loader)
+        for _ in range(self.step, self.stage.steps):
+            yield [next(stream) for _ in range(self.stage.accumulate)]
+
+    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise TrainError(
+                f"a data worker died while step {self.step + 1} was being read: {error}",
+                "free memory or use fewer workers, and start the same command again",
+            ) from error
+
+    # ---- surviving ----------------------------------------------------------------------------------------------
+
+    def _groups(self) -> dict[str, Mapping[str, Tensor]]:
+        groups: dict[str, Mapping[str, Tensor]] = {
+            "model": self.task.model.state_dict(),
+            "optim": self.optimizer.state_dict(),
+            "random": checkpoint.random_states(),
+        }
+        return groups if self.ema is None else {**groups, "ema": self.ema.state_dict()}
+
+    def _save(self, saves: Path) -> None:
+        groups = {name: distributed.gathered(tensors) for name, tensors in self._groups().items()}
+        if distributed.rank() == 0:
+            checkpoint.save(saves, self.step, groups, {"step": self.step, "identity": self.identity})
+        distributed.wait()
+
+    def _resume(self, saves: Path) -> None:
+        found = checkpoint.steps(saves)
+        if not found:
+            return
+        groups, state = checkpoint.load(checkpoint.path_of(saves, found[-1]))
+        if state.get("identity") != self.identity:
+            raise TrainError(
+                f"{saves} holds a run of another recipe",
+                "give another --out, or the recipe and settings it was started with",
+            )
+        own = self._groups()
+        groups = {name: distributed.shared_out(tensors, own.get(name, {})) for name, tensors in groups.items()}
+        self.task.model.load_state_dict(groups["model"])
+        self.optimizer.load_state_dict(groups["optim"])
+        checkpoint.set_random_states(groups["random"])
+        if self.ema is not None:
+            self.ema.load_state_dict(groups["ema"])
+        self.step = int(state["step"])
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT let the step end and be saved; a second one is obeyed at once."""
+
+        def note(number: int, _frame: Any) -> None:
+            self._stop = signal.Signals(number).name
+            signal.signal(number, old[number])
+
+        old: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for number in old:
+                signal.signal(number, note)
+        except ValueError:  # not the main thread, where signals cannot be set and do not arrive
+            old = {}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _report(self, micro: list[Batch], means: dict[str, float], norm: float) -> None:
+        """A step that is not a number ends the run, with all that is needed to see why."""
+        from safetensors.torch import save_file
+
+        draws = [[self.order[i]._asdict() for i in ids] for ids in self._indices(self.step)]
+        about = self.folder / f"bad-step-{self.step + 1:08}"
+        about.mkdir(parents=True, exist_ok=True)
+        (about / "samples.json").write_text(json.dumps({"losses": means, "norm": norm, "samples": draws}, indent=1))
+        save_file(
+            {f"{m}.{k}": v.contiguous() for m, b in enumerate(micro) for k, v in b.items()}, about / "batch.safetensors"
+        )
+        raise TrainError(
+            f"step {self.step + 1} is not a number: losses {means}, gradient norm {norm}; its batch is in {about}",
+            "look at them; lower the rate or mend the data; the last checkpoint is untouched",
+        )
+
+
+def _recompute(model: nn.Module) -> None:
+    """Make every block keep its input alone."""
+    from torch.utils.checkpoint import checkpoint as recompute
+
+    for module in model.modules():
+        if isinstance(module, Block):
+            plain = module.forward
+            module.forward = lambda *given, _plain=plain, **more: recompute(_plain, *given, use_reentrant=False, **more)
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large product on this device: what a full use of it is measured against."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    best = math.inf
+    for _ in range(8):
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def _shown(values: dict[str, float]) -> dict[str, str]:
+    """What the bar has room for."""
+    by_kind = {key.removeprefix("loss/"): f"{v:.3f}" for key, v in values.items() if key.startswith("loss/")}
+    return {
+        **by_kind,
+        "tok/s": f"{values['tokens_per_s']:,.0f}",
+        "mfu": f"{values['mfu']:.0%}",
+        "wait": f"{values['wait']:.0%}",
+        "mem": f"{values['memory_gb']:.1f}GB",
+    }

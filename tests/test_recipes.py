@@ -1,0 +1,87 @@
+"""Recipes: each runs, and what cannot be is refused before anything is built."""
+
+import json
+
+import pytest
+import torch
+
+from vitrail import hub, recipe
+from vitrail.cli import train as cli
+from vitrail.errors import ConfigError
+
+NEEDS_PACKAGE = {"stories-lora"}
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_every_recipe_is_read_and_its_file_is_called_as_it_is(name):
+    assert recipe.read(name).name == name
+
+
+@pytest.mark.parametrize("name", [name for name in recipe.names() if name not in NEEDS_PACKAGE])
+def test_every_recipe_runs_one_step(name, tmp_path):
+    small = recipe.tiny(recipe.read(name))
+    made = recipe.train(small, tmp_path, quiet=True)
+    again = hub.load(tmp_path / "final")
+    ids = torch.arange(5)[None]
+    assert torch.equal(again(ids), made.eval()(ids))
+    assert hub.tokenizer(tmp_path / "final").size <= again.config.vocab
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
+    small = recipe.tiny(recipe.read("smoke"))
+    first = recipe.train(small, tmp_path, quiet=True)
+    monkeypatch.setattr("vitrail.train.trainer.Trainer._one_step", None)
+    second = recipe.train(small, tmp_path, quiet=True)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.config.layrs=3", r"layrs.*\n.*layers"),
+        ("model.config.block.attention.heads=3", "3 heads|divide|share"),
+        ("model.config.rotary.head_dim=8", "head_dim"),
+        ("model.config.vocab=100", "vocab"),
+        ("stages.0.stepps=3", "stepps"),
+        ("stages.7.steps=3", "leads nowhere"),
+        ("stages.0.mixture.weights={}", "draws from nothing"),
+        ("stages.0.mixture.weights={nowhere=1}", "nowhere"),
+        ("stages.0.judge=['nowhere']", "nowhere"),
+        ("stages.0.task=paint", "paint"),
+        ("stages.0.train=['tower']", "tower"),
+        ("stages.0.optim.lr=fast", "lr"),
+        ("stages.0.schedule.kind=square", "square|Invalid"),
+        ("tokenizer.train=10", "vocab_size"),
+        ("model.kind=oracle", "oracle"),
+        ("sources.docs.package=encyclopedia", "encyclopedia|Invalid"),
+        ("stages=[]", "no stage"),
+    ],
+)
+def test_what_cannot_be_is_refused(change, says, tmp_path):
+    with pytest.raises(Exception, match=says) as error:
+        cli.train("smoke", change, out=tmp_path)
+    assert error.type.__module__ == "vitrail.errors"
+    assert not list(tmp_path.glob("learn/checkpoints/*"))
+
+
+def test_unknown_recipes_and_changes_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nope.*\n.*smoke"):
+        cli.train("nope", out=tmp_path)
+    with pytest.raises(ConfigError, match="key=value"):
+        cli.train("smoke", "steps", out=tmp_path)
+    (tmp_path / "broken.toml").write_text("name = ")
+    with pytest.raises(ConfigError, match="no TOML"):
+        cli.train(str(tmp_path / "broken.toml"), out=tmp_path)
+
+
+def test_recipes_are_listed(capsys):
+    cli.list_recipes()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in recipe.names())
+
+
+@pytest.mark.slow
+def test_smoke_learns(tmp_path):
+    recipe.train(recipe.read("smoke"), tmp_path, quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "learn" / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["judge/docs-test/text"] < 5.0 < rows[0]["loss"]

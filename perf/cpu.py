@@ -20,7 +20,7 @@ from record import record
 from vitrail.hub import from_hf
 
 
-def in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int = 9) -> dict[str, float]:
+def in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int = 25) -> dict[str, float]:
     """Median of theirs / ours over rounds in which each runs once, after two rounds that do not count."""
     ratios, times = [], []
     for i in range(rounds + 2):

@@ -24,7 +24,7 @@ def record(path: Path, figures: dict[str, Any], *measured: str) -> None:
     cuda = torch.cuda.is_available()
     origin = {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", f"perf/{Path(sys.argv[0]).name}", *(Path(a).name for a in sys.argv[1:])]),
         "commit": _commit(),
         "device": torch.cuda.get_device_name()
         if cuda
@@ -60,4 +60,5 @@ def _hash(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(stale()) or "every result measured the code as it is")
+    count = len(list(RESULTS.glob("*.json")))
+    print("\n".join(stale()) or f"all {count} results measured the code as it is")

@@ -1,13 +1,18 @@
 """Recipes: each runs, and what cannot be is refused before anything is built."""
 
 import json
+import os
+import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from vitrail import hub, recipe
 from vitrail.cli import train as cli
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, TrainError
+from vitrail.train.trainer import Trainer
 
 NEEDS_PACKAGE = {"stories-lora"}
 
@@ -85,3 +90,30 @@ def test_smoke_learns(tmp_path):
     recipe.train(recipe.read("smoke"), tmp_path, quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "learn" / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["judge/docs-test/text"] < 5.0 < rows[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reference", "stories-lora"])
+def test_curves_start_as_pinned(name, tmp_path):
+    """The first steps of a recipe trained to a result follow its kept curve."""
+    if name in NEEDS_PACKAGE and shutil.which("npm") is None:
+        pytest.skip("stories15M comes with npm")
+    kept = json.loads((Path(__file__).parents[1] / "results" / f"{name}.json").read_text())["curve"][:5]
+    run = recipe.read(name, {"stages.0.save_every": "5", "stages.0.judge_every": "0"})
+    with pytest.raises(TrainError, match="SIGTERM after step 5"):
+        _stopped_after(run, 5, tmp_path)
+    rows = [json.loads(line)["loss"] for line in (tmp_path / run.stages[0].name / "log.jsonl").read_text().splitlines()]
+    assert rows == pytest.approx([row["loss"] for row in kept], rel=1e-2)
+
+
+def _stopped_after(run, steps: int, out: Path) -> None:
+    plain = Trainer._one_step
+
+    def counted(self, *given):
+        if self.step == steps - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_one_step", counted)
+        recipe.train(run, out, quiet=True)

@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from helpers import put, randomize, relative
 from vitrail.errors import ConfigError
-from vitrail.nn import ExpertsConfig, balance_loss, make_mlp
+from vitrail.nn import ExpertsConfig, GatedConfig, balance_loss, make_mlp
 
 
 def output(result):
@@ -102,3 +102,14 @@ def test_impossible_experts_are_refused():
         ExpertsConfig(count=4, active=5, hidden=8)
     with pytest.raises(ConfigError, match="shared"):
         ExpertsConfig(count=4, active=1, hidden=8, shared_gate=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("inner", [None, "layer"])
+def test_gated_gives_the_same_with_and_without_gradients(bias, inner):
+    """On the CPU inference takes two products where training takes one."""
+    ours = randomize(make_mlp(24, GatedConfig(hidden=40, bias=bias, inner_norm=inner)))
+    x = torch.randn(3, 5, 24)
+    with torch.no_grad():
+        lean = ours(x)
+    assert relative(lean, ours(x)) <= 1e-6

@@ -21,7 +21,8 @@ from pathlib import Path
 import test_trainer as t
 from vitrail.train import distributed
 with distributed.joined("cpu"):
-    t.trainer(Path(sys.argv[2]), t.stage(steps=int(sys.argv[3]), save_every=3, ema=0.9, batch=6, accumulate=2)).train()
+    more = {"save_every": 3, "ema": 0.9, "batch": 6, "accumulate": 2, "judge": ("b",), "judge_every": 3}
+    t.trainer(Path(sys.argv[2]), t.stage(steps=int(sys.argv[3]), **more)).train()
 """
 
 
@@ -40,7 +41,10 @@ def run(folder: Path, ranks: int, steps: int) -> list[float]:
         for r in range(ranks)
     ]
     assert [p.wait(timeout=100) for p in processes] == [0] * ranks
-    return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    judged = [row[key] for row in rows for key in ("judge/b/text", "judge/ema/b/text") if key in row]
+    assert len(judged) == 2 * (steps // 3)
+    return [*(row["loss"] for row in rows), *judged]
 
 
 def test_ranks_change_nothing(tmp_path):

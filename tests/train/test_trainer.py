@@ -223,6 +223,25 @@ def test_workers_change_nothing(tmp_path):
     assert same(weights(trainer(tmp_path / "a").train()), weights(trainer(tmp_path / "b", stage(workers=2)).train()))
 
 
+class Deadly(list):
+    """A source that kills the worker that reads it."""
+
+    def __getitem__(self, item):
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(item)
+
+
+def test_a_lost_worker_is_said_and_nothing_is_lost(tmp_path):
+    settings = stage(workers=1, mixture=Mixture(weights={"a": 1.0}))
+    whole = weights(trainer(tmp_path / "whole", settings.with_(workers=0)).train())
+    lost = Trainer(settings, TextTask(model()), {"a": Deadly(SOURCES["a"])}, tmp_path / "lost", seed=3, quiet=True)
+    with pytest.raises(TrainError, match="data worker died while step 1"):
+        lost.train()
+    again = Trainer(settings, TextTask(model()), {"a": SOURCES["a"]}, tmp_path / "lost", seed=3, quiet=True)
+    assert same(weights(again.train()), whole)
+
+
 def test_another_recipe_is_not_resumed(tmp_path):
     trainer(tmp_path, identity="one").train()
     with pytest.raises(TrainError, match="another recipe"):

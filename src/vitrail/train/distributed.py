@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitrail.nn import Block
@@ -62,6 +62,13 @@ def shard(whole: Whole, device: torch.device) -> None:
             if isinstance(module, Block):
                 fully_shard(module, mesh=mesh)
         fully_shard(whole, mesh=mesh)
+
+
+def let_go(whole: Whole) -> None:
+    """Back to shards after a pass that no backward pass follows: the outermost weights are kept whole for one."""
+    for module in whole.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def total(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -67,11 +67,11 @@ class Trainer:
             model.to(torch.bfloat16)
         if stage.recompute:
             _recompute(model)
-        whole = distributed.Whole(task)
-        distributed.shard(whole, self.device)
+        self.whole = distributed.Whole(task)
+        distributed.shard(self.whole, self.device)
         self.optimizer = Optimizer(model, stage.optim)
         self.ema = None if stage.ema is None else EMA(model, stage.ema)
-        self.run: Callable[[Batch], dict[str, Tensor]] = torch.compile(whole) if stage.compile else whole
+        self.run: Callable[[Batch], dict[str, Tensor]] = torch.compile(self.whole) if stage.compile else self.whole
         # A backward pass goes through every weight, and once more through those that train.
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._passes = 2 + sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
@@ -160,7 +160,8 @@ class Trainer:
 
     @torch.no_grad()
     def judge(self) -> dict[str, float]:
-        """Mean losses of the live model (and of the average, where one is kept) on the sources it is judged on."""
+        """Mean losses of the live model (and of the average, where one is kept) on the sources it is judged on; every
+        rank reads them all, since all must take part in every pass."""
         model, values = self.task.model, {}
         model.eval()
         kinds: dict[str, contextlib.AbstractContextManager] = {"": contextlib.nullcontext()}
@@ -183,8 +184,9 @@ class Trainer:
             batch = self.task.collate([source[i] for i in range(start, min(start + size, len(source)))])
             for name, count in self.task.counts(batch).items():
                 counts[name] = counts.get(name, 0) + count
-            for name, loss in self.task({key: value.to(self.device) for key, value in batch.items()}).items():
+            for name, loss in self.whole({key: value.to(self.device) for key, value in batch.items()}).items():
                 sums[name] = sums.get(name, 0.0) + loss.item()
+        distributed.let_go(self.whole)
         return {name: sums[name] / max(counts[name], 1) for name in sums}
 
     # ---- samples ------------------------------------------------------------------------------------------------

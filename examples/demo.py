@@ -10,6 +10,7 @@ from pathlib import Path
 from vitrail.cli.grid import grid
 from vitrail.cli.ledger import ledger
 from vitrail.cli.rotary import rotary
+from vitrail.cli.stream import stream
 from vitrail.cli.write import write
 from vitrail.errors import VitrailError
 
@@ -32,6 +33,8 @@ def main() -> None:
     grid(arguments.image or photographs(), out=arguments.out / "grid")
     print("\nWhat drives a rotary slot, and how fast it turns\n")
     rotary(out=arguments.out / "rotary.png")
+    print("\nWords, pictures, video and actions in one stream\n")
+    stream(out=arguments.out / "stream.png")
     print("\nWhat models cost, without their weights\n")
     ledger(["llama-3.1-8b", "qwen3-235b-a22b", "smollm2-135m"], out=arguments.out / "ledger.png")
     print("\nA real language model, 15 million parameters\n")

@@ -1,13 +1,12 @@
 """The one way to configure: frozen typed structs that refuse what they do not know."""
 
-import difflib
 import functools
 import re
 from typing import Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, nearest
 
 
 class _Checked(type(msgspec.Struct)):
@@ -52,7 +51,7 @@ class Config(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, forb
         unknown = set(changes) - set(self.__struct_fields__)
         if unknown:
             name = sorted(unknown)[0]
-            raise ConfigError(f"{type(self).__name__} has no field {name!r}", _nearest(name, self.__struct_fields__))
+            raise ConfigError(f"{type(self).__name__} has no field {name!r}", nearest(name, self.__struct_fields__))
         return msgspec.structs.replace(self, **changes)
 
 
@@ -85,7 +84,7 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) ->
     path = where.group(1) if where else ""
     name = unknown.group(1)
     full = f"{path}.{name}" if path else name
-    return ConfigError(f"{cls.__name__} has no key {full!r}", _nearest(name, _fields_at(cls, path)))
+    return ConfigError(f"{cls.__name__} has no key {full!r}", nearest(name, _fields_at(cls, path)))
 
 
 def _fields_at(cls: type, path: str) -> tuple[str, ...]:
@@ -99,8 +98,3 @@ def _fields_at(cls: type, path: str) -> tuple[str, ...]:
             return ()
         node = structs[0]
     return node.__struct_fields__
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"

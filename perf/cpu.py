@@ -65,7 +65,14 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     if arguments.out:
-        record(arguments.out, result, "vitrail.encoders.vit", "vitrail.backbones.decoder", "vitrail.nn.attend")
+        record(
+            arguments.out,
+            result,
+            "vitrail.encoders.vit",
+            "vitrail.backbones.decoder",
+            "vitrail.nn.attend",
+            "vitrail.nn.mlp",
+        )
 
 
 if __name__ == "__main__":

@@ -48,10 +48,12 @@ def stale() -> list[str]:
 
 
 def _commit() -> str:
-    """The commit measured; a machine without the repository's history is told it by COMMIT."""
+    """The commit measured, "-dirty" where files differ; a machine without the history is told it by COMMIT."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
-    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    out = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return out.stdout.strip() or "unknown"
 
 

@@ -5,7 +5,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +59,6 @@ class Recipe(Config):
     stages: tuple[StageConfig, ...]
     seed: int = 0
     lora: LoRAConfig | None = None
-    status: Literal["tested", "untested"] = "tested"
 
     def __post_init__(self) -> None:
         if not self.stages:

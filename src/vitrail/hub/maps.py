@@ -55,19 +55,17 @@ def split(ours: Sequence[str], theirs: str, sizes: Sequence[int]) -> Move:
     return Move(tuple(ours), (theirs,), whole.push, whole.pull)
 
 
-def reshape(ours: str, theirs: str, shape: Sequence[int], order: Sequence[int] | None = None) -> Move:
-    """Theirs has `shape`; ours is theirs with axes in `order`, flattened after the first: a convolution as a matrix."""
+def reshape(ours: str, theirs: str, shape: Sequence[int]) -> Move:
+    """Theirs has `shape`; ours is theirs flattened after the first axis: a convolution as a matrix."""
     shape = tuple(shape)
-    order = tuple(range(len(shape))) if order is None else tuple(order)
-    back = tuple(order.index(i) for i in range(len(order)))
 
     def pull(tensors: list[Tensor]) -> list[Tensor]:
         if tuple(tensors[0].shape) != shape:
             raise CheckpointError(f"tensor {theirs!r} has shape {tuple(tensors[0].shape)}, the config says {shape}")
-        return [tensors[0].permute(order).flatten(1)]
+        return [tensors[0].flatten(1)]
 
     def push(tensors: list[Tensor]) -> list[Tensor]:
-        return [tensors[0].reshape([shape[i] for i in order]).permute(back)]
+        return [tensors[0].reshape(shape)]
 
     return Move((ours,), (theirs,), pull, push)
 

@@ -202,6 +202,23 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert same(weights(trainer(tmp_path / "full").train()), whole)
 
 
+def test_a_checkpoint_appears_by_one_rename(tmp_path, monkeypatch):
+    """Killed just before it, everything is written and nothing is there."""
+
+    def die(*_given):
+        raise KeyboardInterrupt
+
+    state = {"w": torch.ones(3)}
+    checkpoint.save(tmp_path, 1, {"model": state}, {"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, 2, {"model": state}, {"step": 2})
+    assert checkpoint.steps(tmp_path) == [1]
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_a_signal_lets_the_step_end(tmp_path):
     whole = weights(trainer(tmp_path / "whole").train())
     run_ = trainer(tmp_path / "cut")

@@ -1,0 +1,1 @@
+"""Words about scenes: captions, questions with their answers, prompts to draw, and pairs to prefer."""

@@ -1,0 +1,68 @@
+"""A sentence is a row of pieces. Its text and its token ids are two readings of the same row, so that a million
+sentences can be written on a GPU without one string.
+
+B sentences, P pieces a sentence, L tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import TextError
+from vitrail.processing.text import Tokenizer
+
+
+class Pieces:
+    """A table of strings, each added once. Row 0 is the empty piece, which fills sentences up to P."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = [""]
+        self._row: dict[str, int] = {"": 0}
+
+    def add(self, text: str) -> int:
+        """The row of a string; a new one is appended."""
+        if text not in self._row:
+            self._row[text] = len(self.texts)
+            self.texts.append(text)
+        return self._row[text]
+
+    def rows(self, texts: Sequence[str]) -> Tensor:
+        """(n,) rows of strings"""
+        return torch.tensor([self.add(text) for text in texts], dtype=torch.int64)
+
+    def read(self, rows: Tensor) -> list[str]:
+        """(B, P) → B sentences"""
+        return ["".join(self.texts[i] for i in row) for row in rows.tolist()]
+
+    def tokenized(self, tokenizer: Tokenizer) -> "TokenTable":
+        """The same table in token ids. A piece begins where the tokenizer begins a word (at a space, or at the
+        sentence's start), so that ids of pieces, one behind the other, are the ids of the sentence."""
+        return TokenTable([tokenizer.encode(text) if text else [] for text in self.texts])
+
+
+class TokenTable:
+    """Token ids of pieces, flat, with their places."""
+
+    def __init__(self, ids: Sequence[Sequence[int]]):
+        self.length = torch.tensor([len(i) for i in ids])  # (pieces,)
+        self.start = self.length.cumsum(0) - self.length  # (pieces,)
+        self.flat = torch.tensor([i for row in ids for i in row] or [0], dtype=torch.int64)
+
+    def to(self, device: torch.device | str) -> "TokenTable":
+        moved = TokenTable.__new__(TokenTable)
+        moved.length, moved.start, moved.flat = (t.to(device) for t in (self.length, self.start, self.flat))
+        return moved
+
+    def write(self, rows: Tensor, length: int, pad: int = 0) -> tuple[Tensor, Tensor]:
+        """(B, P) pieces → ids (B, L), filled up with `pad`, and how many of them count (B,)"""
+        lengths = self.length[rows]  # (B, P)
+        ends = lengths.cumsum(1)
+        total = ends[:, -1]
+        if int(total.max()) > length:
+            raise TextError(f"a sentence has {int(total.max())} tokens and there is room for {length}", "allow more")
+        at = torch.arange(length, device=rows.device).expand(len(rows), length)
+        piece = torch.searchsorted(ends, at.contiguous(), right=True).clamp_(max=rows.shape[1] - 1)  # (B, L)
+        within = at - (ends - lengths).gather(1, piece)
+        places = (self.start[rows].gather(1, piece) + within).clamp_(0, len(self.flat) - 1)
+        return torch.where(at < total[:, None], self.flat[places], pad), total

@@ -4,7 +4,8 @@
 
 Greedy, after a prompt of 128 tokens, 256 new ones. `generate` on both sides includes the prompt and the host's loop;
 `step` is our captured step alone, choosing the next token itself. Peer: transformers' static, compiled cache. Floor:
-every weight the step needs, read once at the copy bandwidth measured in the same run.
+every weight the step needs, read once at the copy bandwidth measured in the same run. `rows` is the same for eight
+rows side by side, where the captured step is the model itself, plain or compiled.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from vitrail.generate import GREEDY, generate
 from vitrail.generate.captured import CapturedStep
 from vitrail.nn import Work, cost
 
-PROMPT, NEW = 128, 256
+PROMPT, NEW, ROWS = 128, 256, 8
 CONFIG = DECODERS["perf-1.1b"]
 
 
@@ -82,6 +83,29 @@ def ours(prompt: torch.Tensor) -> dict[str, float]:
     }
 
 
+@torch.no_grad()
+def rows() -> dict[str, float]:
+    """Tokens a second over all rows."""
+    with torch.device("cuda"):
+        model = Decoder(CONFIG).bfloat16().eval()
+    prompt = torch.randint(0, CONFIG.vocab, (ROWS, PROMPT), device="cuda")
+    result = {}
+    for name, compiled in (("captured", False), ("compiled", True)):
+        cache = model.cache(ROWS, PROMPT + NEW + 8)
+        first = model.logits(model.hidden(prompt, cache=cache)[:, -1]).argmax(-1)
+        step = CapturedStep(model, cache, greedy=True, compiled=compiled)
+        step(first)
+        start, filled = cache.lengths.clone(), cache.filled
+
+        def follow(cache=cache, step=step, start=start, filled=filled) -> None:
+            cache.lengths, cache.filled = start.clone(), filled
+            step.follow(NEW)
+
+        follow()
+        result[f"{name}_tokens_per_s"] = ROWS * NEW / seconds(follow)
+    return result
+
+
 def llama_config(**more: Any) -> Any:
     """The same model for transformers."""
     from transformers import LlamaConfig
@@ -105,7 +129,7 @@ def theirs(prompt: torch.Tensor) -> dict[str, float]:
 
     call()
     call()
-    return {"static_tokens_per_s": NEW / seconds(call, 2)}
+    return {"static_tokens_per_s": len(prompt) * NEW / seconds(call, 2)}
 
 
 def main() -> None:
@@ -121,7 +145,10 @@ def main() -> None:
     result["transformers"] = theirs(prompt)
     static = result["transformers"]["static_tokens_per_s"]
     result["speedup"] = {k: result["ours"][f"{k}_tokens_per_s"] / static for k in ("step", "generate")}
-    print(json.dumps(result["transformers"], indent=1))
+    result["rows"] = rows() | {
+        "transformers_static_tokens_per_s": theirs(prompt.expand(ROWS, -1))["static_tokens_per_s"]
+    }
+    print(json.dumps(result["transformers"] | result["rows"], indent=1))
     record(arguments.out, result, "vitrail.generate.captured", "vitrail.generate.text", "vitrail.nn.kernels.decode")
 
 

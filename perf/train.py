@@ -5,22 +5,30 @@
 Both sides: bf16 weights with fp32 master weights and moments (fused AdamW on the masters), no activation
 checkpointing, cross-entropy over the whole vocabulary. The rate is (6·N·tokens + attention) / time with N all
 parameters and attention 3 · 4 · pairs · heads · head width a layer, pairs those a causal mask allows; the fraction is
-of 790 TFLOP/s. `fraction_counted` leaves out the embedding, which is looked up and not multiplied.
+of 790 TFLOP/s. `fraction_counted` leaves out the embedding, which is looked up and not multiplied. `trainer` is the
+same model under `vitrail.train`'s own loop, with its chunked loss, clipping, logging and data loader; nothing is saved.
 """
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from decode import CONFIG, llama_config
 from record import record
 
 from vitrail.backbones.decoder import Decoder
+from vitrail.data.order import Mixture
 from vitrail.nn import Work, cost
+from vitrail.tasks.text import TextTask
+from vitrail.train.optim import OptimConfig
+from vitrail.train.stage import StageConfig
+from vitrail.train.trainer import Trainer
 
 BATCH, LENGTH, RATE = 8, 2048, 790e12
 MEASURED = (
@@ -102,6 +110,42 @@ def ours() -> dict[str, float]:
     return measure(model, loss)
 
 
+def by_trainer() -> dict[str, float]:
+    class Unsaved(Trainer):
+        def _save(self, saves: Path) -> None:
+            pass
+
+    with torch.device("cuda"):
+        model = Decoder(CONFIG)
+    source = [np.random.default_rng(i).integers(0, CONFIG.vocab, LENGTH + 1) for i in range(64)]
+    stage = StageConfig(
+        name="perf",
+        task="text",
+        steps=16,
+        batch=BATCH,
+        mixture=Mixture(weights={"random": 1.0}),
+        optim=OptimConfig(lr=1e-4),
+        dtype="bfloat16",
+        compile=True,
+        workers=2,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        torch.cuda.reset_peak_memory_stats()
+        Unsaved(stage, TextTask(model), {"random": source}, Path(folder), device="cuda").train()
+        rows = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()][3:]
+    rate = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
+    time_ = BATCH * LENGTH / rate
+    return {
+        "ms": 1000 * time_,
+        "tokens_per_s": rate,
+        "fraction": work(sum(p.numel() for p in model.parameters())) / time_ / RATE,
+        "fraction_counted": counted() / time_ / RATE,
+        "mfu_shown": sorted(row["mfu"] for row in rows)[len(rows) // 2],
+        "wait": max(row["wait"] for row in rows),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
 def theirs() -> dict[str, float]:
     from transformers import LlamaForCausalLM
 
@@ -120,10 +164,10 @@ def theirs() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=["ours", "transformers"])
+    parser.add_argument("--only", choices=["ours", "trainer", "transformers"])
     arguments = parser.parse_args()
     result = {}
-    for name, run in (("ours", ours), ("transformers", theirs)):
+    for name, run in (("ours", ours), ("trainer", by_trainer), ("transformers", theirs)):
         if arguments.only in (None, name):
             result[name] = run()
             print(name, json.dumps(result[name]), flush=True)

@@ -9,7 +9,7 @@ import torch
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.errors import ConfigError
 from vitrail.generate import GREEDY, generate
-from vitrail.generate.captured import CapturedStep, Fused, capturable
+from vitrail.generate.captured import CapturedStep, Compiled, Fused, capturable
 from vitrail.generate.text import Eager
 from vitrail.nn import AttentionConfig, BlockConfig, ExpertsConfig, GatedConfig, RotaryConfig
 
@@ -110,7 +110,8 @@ def test_generate_captures_by_itself_and_writes_the_same():
     assert capturable(model, 3, 64)
     fast = generate(model, prompts, max_new=20, sampling=GREEDY)
     plain = generate(model, prompts, max_new=20, sampling=GREEDY, stepper=Eager)
-    assert [w.ids for w in fast] == [w.ids for w in plain]
+    compiled = generate(model, prompts, max_new=20, sampling=GREEDY, stepper=Compiled.of)
+    assert [w.ids for w in fast] == [w.ids for w in plain] == [w.ids for w in compiled]
     # The graph is kept for the next call, and made anew where the weights have moved.
     other = [torch.randint(0, 500, (n,)).tolist() for n in (9, 2, 30)]
     model.load_state_dict(make(BLOCKS["llama"], torch.float32).state_dict(), assign=True)

@@ -119,16 +119,16 @@ def plain(args: dict, w: dict, pixels) -> tuple[list, torch.Tensor]:
         """Channels 2i and 2i + 1 of a patch turn together; the first half of the pairs by its row, the rest by its
         column; CLS stands still."""
         D = q.shape[-1]
+        row, column = torch.meshgrid(torch.arange(h) / h, torch.arange(width) / width, indexing="ij")
+        rates = 10_000.0 ** (-torch.arange(D // 4) / (D // 4))
+        down, across = args["ref_feat_shape"]
+        angles = [(place.flatten()[:, None] * times * rates) for place, times in ((row, down), (column, across))]
+        angle = torch.cat(angles, dim=1)  # (patches, D / 2)
+        cos, sin = angle.cos().to(q), angle.sin().to(q)
+        a, b = q[:, :, 1:, 0::2], q[:, :, 1:, 1::2]
         out = q.clone()
-        for n in range(h * width):
-            place = [float(n // width), float(n % width)]
-            place = [p / f * r for p, f, r in zip(place, (h, width), args["ref_feat_shape"], strict=True)]
-            for i in range(D // 2):
-                axis, slot = divmod(i, D // 4)
-                angle = place[axis] * 10_000.0 ** (-slot / (D // 4))
-                a, b = q[:, :, 1 + n, 2 * i], q[:, :, 1 + n, 2 * i + 1]
-                out[:, :, 1 + n, 2 * i] = a * math.cos(angle) - b * math.sin(angle)
-                out[:, :, 1 + n, 2 * i + 1] = b * math.cos(angle) + a * math.sin(angle)
+        out[:, :, 1:, 0::2] = a * cos - b * sin
+        out[:, :, 1:, 1::2] = b * cos + a * sin
         return out
 
     states = [x]

@@ -1,7 +1,8 @@
 """The step of a decoder on a GPU: captured once as a CUDA graph, replayed for every token.
 
 Batch 1 in half precision runs on fused kernels (`nn/kernels/decode.py`); anything else is the model itself, captured,
-which takes the launches off the critical path.
+which takes the launches off the critical path, and compiled first where that is asked for: it costs tens of seconds
+once, and pays where many rows are written.
 
 B batch, V vocabulary
 """
@@ -29,7 +30,7 @@ class CapturedStep:
     and feed it to itself, so that tokens can follow one another without the host.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, *, greedy: bool = False):
+    def __init__(self, model: Decoder, cache: KVCache, *, greedy: bool = False, compiled: bool = False):
         if not cache.fixed:
             raise ConfigError(
                 "a captured step needs a cache of fixed capacity", "make it with model.cache(batch, capacity)"
@@ -40,7 +41,8 @@ class CapturedStep:
         self.length = cache.lengths.clone()  # tokens before the one being read; advanced by the graph itself
         self.logits = torch.zeros(batch, model.config.vocab, dtype=weight.dtype, device=weight.device)
         self.chosen = torch.zeros(batch, cache.capacity + 1, dtype=torch.long, device=weight.device)
-        self.run: Callable[[], None] = Fused(self) if Fused.suits(model, batch) else self._eager
+        self.run: Callable[[], None] = Fused(self) if Fused.suits(model, batch) else self._whole
+        self._next = torch.compile(_next, dynamic=False) if compiled else _next
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, ids: Tensor | None = None) -> Tensor:
@@ -57,9 +59,7 @@ class CapturedStep:
         if cache.lengths is not self.length:  # others have written to the cache since
             self.length.copy_(cache.lengths)
             cache.lengths = self.length
-        if self.graph is None:
-            self.graph = self._capture()
-        self.graph.replay()
+        self.capture().replay()
         cache.filled += 1
         return self.logits
 
@@ -77,7 +77,10 @@ class CapturedStep:
             self.ids.copy_(_argmax(self.logits))
             self.chosen.scatter_(1, self.length[:, None], self.ids[:, None])
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """The graph, made the first time."""
+        if self.graph is not None:
+            return self.graph
         ids, length = self.ids.clone(), self.length.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -87,21 +90,25 @@ class CapturedStep:
                 self.ids.copy_(ids)
                 self.length.copy_(length)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph), torch.no_grad():
             self._step()
-        return graph
+        return self.graph
 
-    def _eager(self) -> None:
+    def _whole(self) -> None:
         """The model itself over the whole capacity: slots not yet written lie in the future and are not seen."""
         cache, filled = self.cache, self.cache.filled
         cache._slots, cache.filled, cache._first = self.length[:, None], cache.capacity, False
         try:
-            plan = Plan(causal=True, index=self.length[:, None])
-            hidden = self.model.through(self.model.embed(self.ids)[:, None], self.length[:, None], plan, cache)
-            self.logits.copy_(self.model.logits(hidden)[:, 0])
+            self.logits.copy_(self._next(self.model, self.ids, self.length, cache))
         finally:
             cache.filled = filled
+
+
+def _next(model: Decoder, ids: Tensor, length: Tensor, cache: KVCache) -> Tensor:
+    """ids (B,) after `length` (B,) tokens → logits (B, V)"""
+    plan = Plan(causal=True, index=length[:, None])
+    return model.logits(model.through(model.embed(ids)[:, None], length[:, None], plan, cache))[:, 0]
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -133,24 +140,34 @@ def capturable(model: Decoder, rows: int, capacity: int) -> bool:
 class Captured(Eager):
     """A stepper for `generate`: the prompt through the model, then a captured step a token."""
 
+    compiled = False
+
     def __init__(self, model: Decoder, rows: int, capacity: int):
-        self.model, self.cache = model, model.cache(rows, capacity)
-        self.captured = CapturedStep(model, self.cache)
         self.weights = _addresses(model)
+        self.cache = model.cache(rows, capacity)
+        self.captured = CapturedStep(model, self.cache, compiled=self.compiled)
+        self.captured.capture()
+        # From here on by proxy, or the stepper would keep alive the model that keeps it.
+        self.model = self.captured.model = cast(Decoder, proxy(model))
 
     @classmethod
     def of(cls, model: Decoder, rows: int, capacity: int) -> "Captured":
         """The model's last stepper if it fits, emptied; capturing anew costs as much as a hundred tokens."""
         kept = _KEPT.get(model)
-        fits = kept is not None and len(kept.cache.lengths) == rows and kept.cache.capacity >= capacity
+        fits = type(kept) is cls and len(kept.cache.lengths) == rows and kept.cache.capacity >= capacity
         if kept is None or not fits or kept.weights != _addresses(model):
-            # By proxy, or the stepper would keep alive the model that keeps it.
-            kept = _KEPT[model] = cls(cast(Decoder, proxy(model)), rows, max(512, 1 << (capacity - 1).bit_length()))
+            kept = _KEPT[model] = cls(model, rows, max(512, 1 << (capacity - 1).bit_length()))
         kept.cache.clear()
         return kept
 
     def step(self, ids: Tensor) -> Tensor:
         return self.captured(ids)
+
+
+class Compiled(Captured):
+    """The same, compiled before it is captured: `generate(model, prompts, stepper=Compiled.of)`."""
+
+    compiled = True
 
 
 class Fused:

@@ -20,10 +20,11 @@ from vitrail.errors import CheckpointError, ConfigError, TrainError
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.tasks.text import TextTask
 from vitrail.train import checkpoint
+from vitrail.train.lora import LoRAConfig, add_lora
 from vitrail.train.optim import OptimConfig
 from vitrail.train.schedule import Cosine
 from vitrail.train.stage import StageConfig
-from vitrail.train.trainer import Trainer
+from vitrail.train.trainer import Trainer, _seed
 
 CONFIG = DecoderConfig(
     vocab=30,
@@ -92,6 +93,27 @@ def test_a_run_broken_off_anywhere_ends_the_same(tmp_path, more, monkeypatch):
         assert same(weights(again.train()), whole)
         rows = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
         assert rows == list(range(1, 13))  # one curve, nothing told twice
+
+
+def test_random_numbers_follow_from_the_step(tmp_path, monkeypatch):
+    """Dropout draws the same after a break, whatever was drawn in between, and other numbers at every step and rank."""
+    lora = LoRAConfig(rank=2, alpha=4.0, targets=("*.qkv",), dropout=0.5)
+
+    def made() -> Trainer:
+        return trainer(tmp_path / "broken", stage(train=("*.lora",)), add_lora(model(), lora))
+
+    settings = stage(train=("*.lora",))
+    whole = weights(trainer(tmp_path / "whole", settings, add_lora(model(), lora)).train())
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "judge", lambda self: os.kill(os.getpid(), signal.SIGTERM) or {})
+        stopped = trainer(tmp_path / "broken", settings.with_(judge_every=5), add_lora(model(), lora))
+        with pytest.raises(TrainError, match="after step 5"):
+            stopped.train()
+    torch.rand(7)
+    assert same(weights(made().train()), whole)
+    other = Trainer(settings, TextTask(add_lora(model(), lora)), SOURCES, tmp_path / "other", seed=4, quiet=True)
+    assert not same(weights(other.train()), whole)
+    assert len({_seed(seed, step, rank) for seed in range(3) for step in range(9) for rank in range(3)}) == 81
 
 
 SCRIPT = """

@@ -1,22 +1,27 @@
 """Many processes, one run: FSDP2 shards the weights, every rank reads its share of a step.
 
-A checkpoint holds whole tensors, gathered and written by rank 0, so that a run can go on with any number of ranks.
+The ranks wait for each other wherever weights are gathered or gradients summed, so all of them must run the same parts
+of the model in the same order. What may differ between them (which parts a batch needs, whether to stop, whether a file
+could be written) is agreed on first, with the functions below.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from vitrail.errors import TrainError
 from vitrail.nn import Block
-from vitrail.train.task import Batch, Task
+from vitrail.train.task import Batch, PartedTask, Task
+
+T = TypeVar("T")
 
 
 def size() -> int:
@@ -35,7 +40,8 @@ def joined(device: str) -> Iterator[None]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    # gloo beside nccl: what is agreed on are numbers on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:
         yield
     finally:
@@ -71,6 +77,30 @@ def let_go(whole: Whole) -> None:
             module.reshard()
 
 
+def filled(task: Task, micro: list[Batch]) -> list[Batch]:
+    """The micro-batches of this rank, made to run every part of the model that those of another run."""
+    if size() == 1 or not isinstance(task, PartedTask):
+        return micro
+    runs = [task.parts(batch) for batch in micro]
+    ranks = total({f"{m} {part}": run for m, parts in enumerate(runs) for part, run in parts.items()})
+    needed = [{part: ranks[f"{m} {part}"] > 0 for part in parts} for m, parts in enumerate(runs)]
+    return [_fill(task, batch, parts) for batch, parts in zip(micro, needed, strict=True)]
+
+
+def _fill(task: PartedTask, batch: Batch, needed: dict[str, bool]) -> Batch:
+    full = batch
+    for part, need in needed.items():
+        if need and not task.parts(full)[part]:
+            full = task.fill(full, part)
+    if task.parts(full) != needed or task.counts(full) != task.counts(batch):
+        raise TrainError(
+            f"{type(task).__name__}.fill gives a batch that runs {task.parts(full)} and counts {task.counts(full)}, "
+            f"where {needed} and {task.counts(batch)} are needed",
+            "let it add a blank sample without targets, for no part but the one it is asked for",
+        )
+    return full
+
+
 def total(numbers: Mapping[str, float]) -> dict[str, float]:
     """Each number summed over the ranks, which all name the same ones."""
     if size() == 1:
@@ -80,21 +110,32 @@ def total(numbers: Mapping[str, float]) -> dict[str, float]:
     return dict(zip(numbers, summed.tolist(), strict=True))
 
 
-def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors, on every rank."""
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+def most(number: int) -> int:
+    """The largest that any rank has."""
+    if size() == 1:
+        return number
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
-def shared_out(saved: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors as shards like our own."""
+def gather(mine: T) -> list[T]:
+    """What every rank has, on every rank."""
+    if size() == 1:
+        return [mine]
+    told: list[T] = [mine] * size()
+    dist.all_gather_object(told, mine)
+    return told
 
-    def cut(name: str, value: Tensor) -> Any:
-        own = like.get(name)
-        if not isinstance(own, DTensor):
-            return value
-        return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
 
-    return {name: cut(name, value) for name, value in saved.items()}
+@torch.no_grad()
+def put_together(sharded: nn.Module, into: nn.Module | None) -> None:
+    """Copy shared-out weights into a whole model, a tensor at a time; a rank that wants none helps the others."""
+    targets = {} if into is None else into.state_dict()
+    for name, tensor in sharded.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if into is not None:
+            targets[name].copy_(whole)
 
 
 def wait() -> None:

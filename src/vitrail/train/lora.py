@@ -84,8 +84,12 @@ class LoRALinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight with its additions (without dropout). Some fast paths use a layer's weight without calling the
-        layer; this way they are right too."""
+        """The weight with its additions. Some fast paths use a layer's weight without calling the layer; this way they
+        are right too. A shard is computed with by nobody, and FSDP2, which asks for it by this name, must find it."""
+        return self.base if hasattr(self.base, "to_local") else self.merged()
+
+    def merged(self) -> Tensor:
+        """(O, I): the weight with its additions, without dropout."""
         whole = self.base.to(torch.promote_types(self.base.dtype, torch.float32))
         for adapter in self.adapters:
             whole = adapter.add(whole.T, adapter.delta().T).T
@@ -134,7 +138,7 @@ def merge(model: nn.Module) -> nn.Module:
     """Put the additions into the weights and take the adapters out, in place. What was frozen stays frozen."""
     for layer in model.modules():
         if isinstance(layer, LoRALinear):
-            layer.base.copy_(layer.weight)
+            layer.base.copy_(layer.merged())
             del layer.lora
             layer.__class__ = nn.Linear  # type: ignore[bad-argument-type]
     return model

@@ -1,7 +1,7 @@
 """What the trainer asks of a task."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -21,7 +21,10 @@ class Task(Protocol):
 
     A loss is a sum over so many things (tokens, pictures), and `counts` says how many of each a batch holds before any
     pass is run: the trainer divides by the count of the whole step, so that accumulated micro-batches and unequal ranks
-    weigh every token alike.
+    weigh every token alike. Both name all losses of the task, whatever the batch holds.
+
+    Of many processes each holds a share of every weight, and no block runs on one before all the others run it too.
+    So a pass over any batch must run the same parts of the model; where that cannot be, be a `PartedTask`.
     """
 
     @property
@@ -42,4 +45,25 @@ class Task(Protocol):
 
     def flops(self, batch: Batch) -> int:
         """Operations of a forward pass, for the share of the device's rate that is used."""
+        ...
+
+
+@runtime_checkable
+class PartedTask(Task, Protocol):
+    """A task whose model has parts that some batches skip: a tower for pictures, in a batch of mere text.
+
+    Before a pass the ranks tell each other which parts their batches run, and a batch that skips what another runs is
+    filled up.
+    """
+
+    def parts(self, batch: Batch) -> dict[str, bool]:
+        """Every part that can be skipped, in one order → whether a pass over this batch runs it."""
+        ...
+
+    def fill(self, batch: Batch, part: str) -> Batch:
+        """The batch with something blank, a grey picture in a row without targets, so that a pass runs the part too.
+
+        It must reach a loss, so that the backward pass runs through the part as well, and add nothing to any: losses,
+        counts and gradients stay.
+        """
         ...

@@ -1,10 +1,11 @@
 """The training loop: one stage, from wherever it stopped, to its end.
 
-The state of a run is its weights, its optimizer, its random generators and one integer, the step; the samples of a step
+The state of a run is its weights, its optimizer and one integer, the step; the samples of a step and its random numbers
 follow from it. So the same command goes on after any death, and ends with the same weights.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import signal
@@ -76,7 +77,7 @@ class Trainer:
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._passes = 2 + sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
         self.step = 0
-        self._stop: str | None = None
+        self._stop = 0  # the signal that asked for it
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -86,7 +87,6 @@ class Trainer:
         if distributed.rank() == 0:
             checkpoint.sweep(saves)
         distributed.wait()
-        torch.manual_seed(self.seed)
         self._resume(saves)
         if self.step >= self.stage.steps:
             return self.task.model
@@ -97,44 +97,50 @@ class Trainer:
         self.task.model.train()
         try:
             with self._signals(), contextlib.closing(self._batches()) as batches:
-                while self.step < self.stage.steps and self._stop is None:
+                stop = 0
+                while self.step < self.stage.steps and not stop:
                     values = self._one_step(batches, rate)
                     self.step += 1
                     if self.stage.judge_every and self.step % self.stage.judge_every == 0:
                         values |= self.judge()
                     log.row(self.step, values)
                     log.tick(_shown(values))
-                    if self.step % self.stage.save_every == 0 or self.step == self.stage.steps or self._stop:
+                    stop = distributed.most(self._stop)  # a signal reaches the ranks in different steps
+                    if self.step % self.stage.save_every == 0 or self.step == self.stage.steps or stop:
+                        log.flush()
                         self._save(saves)
         finally:
             log.close()
-        if self._stop is not None and self.step < self.stage.steps:
+        if stop and self.step < self.stage.steps:
             raise TrainError(
-                f"stopped by {self._stop} after step {self.step} of {self.stage.steps}, which is saved in {saves}",
+                f"stopped by {signal.Signals(stop).name} after step {self.step} of {self.stage.steps}, "
+                f"which is saved in {saves}",
                 "start the same command again to go on",
             )
         return self.task.model
 
     def _one_step(self, batches: Iterator[list[Batch]], rate: float) -> dict[str, float]:
         start = time.perf_counter()
-        micro = self._next(batches)
+        micro = distributed.filled(self.task, self._next(batches))
         waited = time.perf_counter() - start
+        torch.manual_seed(_seed(self.seed, self.step, distributed.rank()))
+        own = [bool(indices) for indices in self._indices(self.step)]  # what is borrowed weighs nothing
         counts: dict[str, float] = {}
-        for batch in micro:
+        for batch, weight in zip(micro, own, strict=True):
             for name, count in self.task.counts(batch).items():
-                counts[name] = counts.get(name, 0) + count
+                counts[name] = counts.get(name, 0) + weight * count
         counts = distributed.total(counts)
         sums = dict.fromkeys(counts, 0.0)
-        for batch in micro:
+        for batch, weight in zip(micro, own, strict=True):
             losses = self.run({key: value.to(self.device, non_blocking=True) for key, value in batch.items()})
-            # Gradients are averaged over the ranks, and should be summed.
-            share = distributed.size() * sum(self.task.weights[k] * v / max(counts[k], 1) for k, v in losses.items())
+            share = sum(self.task.weights[k] * v / max(counts[k], 1) for k, v in losses.items())
             assert isinstance(share, Tensor)
-            share.backward()
+            # Gradients are averaged over the ranks, and should be summed.
+            (share * weight * distributed.size()).backward()
             if len(micro) > 1:
                 self.optimizer.accumulate()
             for name, loss in losses.items():
-                sums[name] += loss.item()
+                sums[name] += weight * loss.item()
         sums = distributed.total(sums)
         means = {name: sums[name] / max(count, 1) for name, count in counts.items()}
         norm = self.optimizer.clip()
@@ -192,17 +198,22 @@ class Trainer:
     # ---- samples ------------------------------------------------------------------------------------------------
 
     def _indices(self, step: int) -> list[list[int]]:
-        """This rank's sample indices in each micro-batch of a step."""
+        """This rank's sample indices in each micro-batch of a step; none where there are more ranks than samples."""
         size = self.stage.batch // self.stage.accumulate
         first, rank, ranks = step * self.stage.batch, distributed.rank(), distributed.size()
         return [
             list(range(first + m * size + rank, first + (m + 1) * size, ranks)) for m in range(self.stage.accumulate)
         ]
 
+    def _read(self, step: int) -> list[list[int]]:
+        """The indices that this rank reads: its own, or, since it must run too, one borrowed from the first rank."""
+        size = self.stage.batch // self.stage.accumulate
+        return [ids or [step * self.stage.batch + m * size] for m, ids in enumerate(self._indices(step))]
+
     def _batches(self) -> Generator[list[Batch], None, None]:
         loader = DataLoader(
             Samples(self.order, self.sources),
-            batch_sampler=[ids for step in range(self.step, self.stage.steps) for ids in self._indices(step)],
+            batch_sampler=[ids for step in range(self.step, self.stage.steps) for ids in self._read(step)],
             collate_fn=self.task.collate,
             num_workers=self.stage.workers,
             pin_memory=self.device.type == "cuda",
@@ -229,31 +240,26 @@ class Trainer:
         groups: dict[str, Mapping[str, Tensor]] = {
             "model": self.task.model.state_dict(),
             "optim": self.optimizer.state_dict(),
-            "random": checkpoint.random_states(),
         }
         return groups if self.ema is None else {**groups, "ema": self.ema.state_dict()}
 
     def _save(self, saves: Path) -> None:
-        groups = {name: distributed.gathered(tensors) for name, tensors in self._groups().items()}
-        if distributed.rank() == 0:
-            checkpoint.save(saves, self.step, groups, {"step": self.step, "identity": self.identity})
-        distributed.wait()
+        checkpoint.save(saves, self.step, self._groups(), {"step": self.step, "identity": self.identity})
 
     def _resume(self, saves: Path) -> None:
-        found = checkpoint.steps(saves)
+        found = distributed.gather(checkpoint.steps(saves))[0]
         if not found:
             return
-        groups, state = checkpoint.load(checkpoint.path_of(saves, found[-1]))
+        path = checkpoint.path_of(saves, found[-1])
+        state = checkpoint.state(path)
         if state.get("identity") != self.identity:
             raise TrainError(
                 f"{saves} holds a run of another recipe",
                 "give another --out, or the recipe and settings it was started with",
             )
-        own = self._groups()
-        groups = {name: distributed.shared_out(tensors, own.get(name, {})) for name, tensors in groups.items()}
-        self.task.model.load_state_dict(groups["model"])
+        groups = self._groups()
+        checkpoint.load(path, groups)  # into the live tensors; what is a mere number is taken from them below
         self.optimizer.load_state_dict(groups["optim"])
-        checkpoint.set_random_states(groups["random"])
         if self.ema is not None:
             self.ema.load_state_dict(groups["ema"])
         self.step = int(state["step"])
@@ -263,7 +269,7 @@ class Trainer:
         """SIGTERM and SIGINT let the step end and be saved; a second one is obeyed at once."""
 
         def note(number: int, _frame: Any) -> None:
-            self._stop = signal.Signals(number).name
+            self._stop = number
             signal.signal(number, old[number])
 
         old: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -284,15 +290,22 @@ class Trainer:
 
         draws = [[self.order[i]._asdict() for i in ids] for ids in self._indices(self.step)]
         about = self.folder / f"bad-step-{self.step + 1:08}"
+        if distributed.size() > 1:
+            about /= f"rank-{distributed.rank()}"
         about.mkdir(parents=True, exist_ok=True)
         (about / "samples.json").write_text(json.dumps({"losses": means, "norm": norm, "samples": draws}, indent=1))
-        save_file(
-            {f"{m}.{k}": v.contiguous() for m, b in enumerate(micro) for k, v in b.items()}, about / "batch.safetensors"
-        )
+        # Copies: ids and targets are often two views of one tensor, which the format refuses.
+        copies = {f"{m}.{k}": v.clone().contiguous() for m, b in enumerate(micro) for k, v in b.items()}
+        save_file(copies, about / "batch.safetensors")
         raise TrainError(
             f"step {self.step + 1} is not a number: losses {means}, gradient norm {norm}; its batch is in {about}",
             "look at them; lower the rate or mend the data; the last checkpoint is untouched",
         )
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    """Of the random numbers that one rank draws in one step."""
+    return int.from_bytes(hashlib.blake2b(f"{seed},{step},{rank}".encode(), digest_size=8).digest())
 
 
 def _recompute(model: nn.Module) -> None:

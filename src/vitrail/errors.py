@@ -24,6 +24,10 @@ class ImageError(VitrailError):
     """A picture that cannot be used."""
 
 
+class DataError(VitrailError):
+    """A data set that cannot be fetched, or a file, sample or video of it that cannot be read as what it should be."""
+
+
 class TextError(VitrailError):
     """A tokenizer, vocabulary or chat template that cannot be used."""
 

@@ -129,7 +129,7 @@ def test_npm_is_asked_by_name_and_version(home, tmp_path, monkeypatch):
 def test_pip_is_asked_for_a_wheel(home, tmp_path, monkeypatch):
     archive = tgz(tmp_path / "a.tgz", {"package/data": DATA})
     monkeypatch.setitem(PACKAGES, "made", ROW._replace(client="pip"))
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     pretend(tmp_path / "bin", "pip", f'echo "$@" > {tmp_path}/asked; cp {archive} .', monkeypatch)
     assert fetch("made", say=quiet).exists()
     asked = (tmp_path / "asked").read_text()
@@ -151,8 +151,8 @@ def test_a_client_that_fails_is_quoted(home, tmp_path, monkeypatch):
 @pytest.mark.parametrize("client", ["npm", "pip"])
 def test_a_missing_client_is_named(home, monkeypatch, client):
     monkeypatch.setitem(PACKAGES, "made", ROW._replace(client=client))
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(CheckpointError, match=f"{client} is needed") as caught:
         fetch("made", say=quiet)
     assert caught.value.remedy

@@ -1,0 +1,76 @@
+"""A picture's file as pixels with opacity: uint8 (H, W, 4)."""
+
+import io
+import math
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from vitrail.errors import DataError, ImageError
+from vitrail.processing.images import FORMATS, MAX_PIXELS, load_image
+
+RASTER = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif")
+SUFFIXES = (*RASTER, ".svg")
+MAX_SIDE = math.isqrt(MAX_PIXELS)
+
+# What a drawing refers to outside itself: files of the machine that it was drawn on, or of this one.
+_OUTSIDE = re.compile(r"""(href\s*=\s*)(?:"(?!\#|data:)[^"]*"|'(?!\#|data:)[^']*')""")
+
+
+def read_rgba(path: Path, side: int | None = None) -> np.ndarray:
+    """The picture with its longer side as wanted: a drawing is rasterised at it, a raster is resized to it."""
+    return _drawn(path, side) if path.suffix.lower() == ".svg" else fitted(_raster(path), side)
+
+
+def fitted(image: Image.Image, side: int | None) -> np.ndarray:
+    """An RGBA picture resized, by opacity-weighted averages, so that its longer side is `side`."""
+    _check(side)
+    longer = max(image.size)
+    if side is not None and side != longer:
+        image = image.resize([max(1, round(n * side / longer)) for n in image.size], Image.Resampling.LANCZOS)
+    return np.array(image)
+
+
+def _check(side: int | None) -> None:
+    if side is not None and not 1 <= side <= MAX_SIDE:
+        raise ImageError(f"a picture with a longer side of {side}", f"give 1 … {MAX_SIDE} pixels")
+
+
+def _raster(path: Path) -> Image.Image:
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    # Broken files raise nearly anything; the reading below says what is wrong with them.
+    with suppress(Exception), Image.open(path, formats=formats) as image:
+        if image.has_transparency_data and image.width * image.height <= MAX_PIXELS:
+            return ImageOps.exif_transpose(image).convert("RGBA")
+    return load_image(path, frame=0).convert("RGBA")
+
+
+def _drawn(path: Path, side: int | None) -> np.ndarray:
+    _check(side)
+    try:
+        from resvg_py import svg_to_bytes
+    except ImportError:
+        raise DataError(
+            f"resvg_py is needed to draw {path.name} and is not installed", "pip install 'vitrail[data]'"
+        ) from None
+    try:
+        text = _OUTSIDE.sub(r'\1""', path.read_text(encoding="utf-8"))
+        # No fonts of the system, so that a drawing looks alike everywhere; without dots per inch millimetres are lost.
+        draw = {"svg_string": text, "skip_system_fonts": True, "dpi": 96.0}
+        if side is None:
+            return _decoded(svg_to_bytes(**draw))
+        # One wanted side gives the other by the drawing's own proportions; which is the longer, the first try shows.
+        pixels = _decoded(svg_to_bytes(**draw, width=side))
+        return pixels if pixels.shape[0] <= side else _decoded(svg_to_bytes(**draw, height=side))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ImageError(f"{path} cannot be drawn: {reason}", "check that it is an SVG") from None
+
+
+def _decoded(png: bytes) -> np.ndarray:
+    with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+        return np.array(image.convert("RGBA"))

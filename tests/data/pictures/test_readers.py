@@ -1,0 +1,305 @@
+"""Every reader on a little source laid out as its package lays it out; nightly on the real ones."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.pictures import READERS, labelled, pictures
+from vitrail.data.pictures.clipart import named
+from vitrail.data.pictures.emoji import codepoints, without_tone
+from vitrail.data.pictures.files import spoken
+from vitrail.data.sources import SOURCES
+from vitrail.errors import DataError, ImageError
+
+RED = np.full((8, 6, 4), (255, 0, 0, 128), np.uint8)
+
+
+def dot(level: int) -> np.ndarray:
+    return np.full((4, 4, 4), (level, level, level, 255), np.uint8)
+
+
+# ---- emoji ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("1F436", "1f436"),
+        ("1F468-200D-1F33E", "1f468-200d-1f33e"),
+        ("0023-FE0F-20E3", "0023-20e3"),
+        ("23-fe0f-20e3", "0023-20e3"),
+        ("a9", "00a9"),
+        ("1f3f4-e0067_e0062_e0077_e006c_e0073", "1f3f4-e0067-e0062-e0077-e006c-e0073-e007f"),
+        ("1F3F4-E0067-E0062-E0077-E006C-E0073-E007F", "1f3f4-e0067-e0062-e0077-e006c-e0073-e007f"),
+        ("E0AB", "e0ab"),  # a private sign, not a tag
+    ],
+)
+def test_codepoints_are_written_one_way(written, key):
+    assert codepoints(written) == key
+
+
+@given(st.lists(st.integers(0x20, 0x1FFFF).map(lambda n: f"{n:x}"), min_size=1, max_size=5))
+def test_codepoints_stay_once_written(points):
+    key = codepoints("-".join(points))
+    assert codepoints(key) == key == codepoints(key.upper())
+    assert without_tone(without_tone(key)) == without_tone(key)
+
+
+def test_skin_tones_are_of_one_emoji():
+    assert without_tone("1f468-1f3fd-200d-1f33e") == without_tone("1f468-200d-1f33e") == "1f468-200d-1f33e"
+    assert without_tone("1f3fb") == "1f3fb"
+
+
+def test_emoji_of_all_vendors_have_one_name(place, names):
+    place("twemoji", {"package/img/twitter/64/1f436.png": RED, "package/img/twitter/64/0023-fe0f-20e3.png": dot(9)})
+    place("fluent", {"package/assets/1f436.webp": RED, "package/assets/23-fe0f-20e3.webp": dot(3)})
+    for vendor in ("twemoji", "fluent"):
+        opened = pictures(vendor, names)
+        hash_, dog = opened.about(0), opened.about(1)
+        assert len(opened) == 2 and (hash_.key, dog.key) == ("0023-20e3", "1f436") and hash_.category == "symbols"
+        assert dog.id == f"{vendor}/1f436" and dog.vendor == vendor and dog.name == "dog face"
+        assert dog.keywords == ("pet", "woof") and dog.category == "animals-nature"
+        assert dog.labels == {"en": "dog face", "de": "Hundegesicht"}
+        assert np.array_equal(opened.rgba(1), RED)
+
+
+def test_a_skin_tone_has_its_own_name_and_its_bases_keywords(place, names):
+    place("noto", {"package/img/google/64/1f468-1f3fd-200d-1f33e.png": RED})
+    about = pictures("noto", names).about(0)
+    assert about.name == "man farmer, medium" and about.keywords == ("plow",) and about.category == "people-body"
+
+
+def test_flags_that_are_another_vendors_are_left_out(place, names):
+    flags = ["1f1eb-1f1f7", "1f3f4-e0067_e0062_e0077_e006c_e0073"]
+    place("fluent", {f"package/assets/{key}.webp": RED for key in ("1f436", *flags)})
+    assert len(pictures("fluent", names)) == 1
+
+
+def test_of_two_files_for_one_emoji_one_is_taken(place, names):
+    place("fluent", {"package/assets/0023-fe0f-20e3.webp": dot(1), "package/assets/23-fe0f-20e3.webp": dot(2)})
+    opened = pictures("fluent", names)
+    assert len(opened) == 1 and opened.rgba(0)[0, 0, 0] == 1
+
+
+def test_openmoji_names_what_emojibase_does_not(place, names):
+    pytest.importorskip("resvg_py")
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 72 72"><circle cx="36" cy="36" r="20"/></svg>'
+    rows = [
+        {"hexcode": key, "annotation": name, "group": group, "tags": "", "openmoji_tags": "fish, water, fish"}
+        for key, name, group in (
+            ("E000", "goldfish", "extras-openmoji"),
+            ("1F436", "hound", "animals"),
+            ("1F1E6", "A", "extras-unicode"),
+        )
+    ]
+    drawings = {f"package/color/svg/{key}.svg": svg for key in ("E000", "1F436", "1F1E6")}
+    place("openmoji", {**drawings, "package/data/openmoji.json": rows})
+    opened = pictures("openmoji", names)
+    letter, dog, fish = map(opened.about, range(3))
+    assert dog.name == "dog face" and dog.category == "animals-nature"
+    assert letter.name == "letter A" and letter.category == "extras-unicode"
+    assert fish.name == "goldfish" and fish.keywords == ("fish", "water") and fish.labels == {"en": "goldfish"}
+    assert opened.rgba(0, 50).shape == (50, 50, 4)
+
+
+def test_a_picture_without_a_name_is_an_error(place, names):
+    place("noto", {"package/img/google/64/1f999.png": RED})
+    with pytest.raises(DataError, match="noto draws 1f999, which has no name"):
+        pictures("noto", names).about(0)
+
+
+# ---- clip art and stamps ----------------------------------------------------------------------------------------
+
+DRAWING = """<?xml version="1.0"?>
+<svg xmlns="http://www.w3.org/2000/svg" xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"
+     xmlns:dc="http://purl.org/dc/elements/1.1/" xmlns:cc="http://web.resource.org/cc/" width="20mm" height="10mm">
+<metadata><rdf:RDF><cc:Work><dc:title>{title}</dc:title>
+<dc:subject><rdf:Bag><rdf:li>hash</rdf:li><rdf:li></rdf:li><rdf:li>Frog</rdf:li><rdf:li>frog</rdf:li></rdf:Bag>
+</dc:subject><dc:creator><cc:Agent><dc:title>A Painter</dc:title></cc:Agent></dc:creator></cc:Work></rdf:RDF></metadata>
+<rect width="100%" height="100%" fill="#0f0"/></svg>"""
+
+
+def test_clip_art_describes_itself(place):
+    root = "usr/share/openclipart/svg"
+    files: dict[str, object] = {f"{root}/theme/icon_{n}.svg": DRAWING.format(title="A theme") for n in range(5)}
+    files |= {f"{root}/animals/frog_01.svg": DRAWING.format(title="B &amp;amp; W frog"), f"{root}/x/broken.svg": "<svg"}
+    files |= {f"{root}/animals/wet/toad_02.svg": DRAWING.format(title="")}
+    opened = pictures("openclipart", place("openclipart", files))
+    frog, toad, icon, *_, broken = map(opened.about, range(len(opened)))
+    assert frog.key == "animals/frog_01" and frog.name == "B & W frog" and frog.keywords == ("frog",)
+    assert frog.category == toad.category == "animals" and toad.key == "animals/wet/toad_02"
+    assert toad.name == "toad"  # not its painter
+    assert icon.name == "icon 0" and icon.key == "theme/icon_0"  # a title that all share names none of them
+    assert broken.name == "broken" and broken.keywords == ()
+
+
+def test_a_drawing_in_millimetres(place):
+    pytest.importorskip("resvg_py")
+    root = place("openclipart", {"usr/share/openclipart/svg/a/b.svg": DRAWING.format(title="x")})
+    opened = pictures("openclipart", root)
+    assert opened.rgba(0, 64).shape == (32, 64, 4) and (opened.rgba(0, 64)[16, 32] == (0, 255, 0, 255)).all()
+    assert opened.rgba(0).shape[:2] == (38, 76)  # 96 dots an inch
+
+
+def test_stamps_have_sentences(place):
+    text = "A frog.\nde.utf8=Ein Frosch.\npt_BR.utf8=Um sapo.\nxx.utf8=\n"
+    stamps = "usr/share/tuxpaint/stamps"
+    files = {f"{stamps}/animals/wet/frog.png": RED, f"{stamps}/animals/wet/frog.txt": text}
+    files |= {f"{stamps}/animals/wet/frog_mirror.png": RED, f"{stamps}/seasonal/gift.txt": "A gift.\n"}
+    opened = pictures("tuxpaint", place("tuxpaint", files))
+    frog = opened.about(0)
+    assert len(opened) == 1 and frog.id == "tuxpaint/animals/wet/frog" and frog.name == "frog"
+    assert frog.labels == {"en": "A frog.", "de": "Ein Frosch.", "pt_BR": "Um sapo."}
+    assert frog.category == "animals" and frog.keywords == ("wet",) and np.array_equal(opened.rgba(0), RED)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "name"),
+    [
+        ("A peacock (a male peafowl).", "peacock"),
+        ("Uranus—one of the “gas giants”.", "Uranus"),
+        ("The caboose.", "caboose"),
+        ("Pawn. Can only move forward.", "Pawn"),
+        ("A ripe, red tomato!", "ripe, red tomato"),
+        ("Theatre.", "Theatre"),
+        ("– Because…", ""),
+    ],
+)
+def test_what_a_sentence_names(sentence, name):
+    assert named(sentence) == name
+
+
+def test_file_names_as_words():
+    assert spoken("what_s_up_doc_01") == "what s up doc" and spoken("white_d_7") == "white d 7" and spoken("_") == "_"
+
+
+# ---- sets with classes ------------------------------------------------------------------------------------------
+
+
+def test_cifar_rows_become_pictures(place):
+    rng = np.random.default_rng(0)
+    parts = {
+        "data_batch_1": 3,
+        "data_batch_2": 1,
+        "data_batch_3": 1,
+        "data_batch_4": 1,
+        "data_batch_5": 1,
+        "test_batch": 2,
+    }
+    rows = {name: rng.integers(0, 256, (n, 1024, 3), dtype=np.uint8) for name, n in parts.items()}
+    files: dict[str, object] = {f"package/{name}.png": pixels for name, pixels in rows.items()}
+    files |= {"package/train_lables.json": [0, 5, 9, 1, 2, 3, 4], "package/test_lables.json": [7, 8]}
+    root = place("cifar10", files)
+    train, test = labelled("cifar10", "train", root), labelled("cifar10", "test", root)
+    assert train.images.shape == (7, 32, 32, 3) and train.images.dtype == np.uint8 and train.labels.dtype == np.int64
+    assert np.array_equal(train.images[1], rows["data_batch_1"][1].reshape(32, 32, 3))
+    assert np.array_equal(test.images[1], rows["test_batch"][1].reshape(32, 32, 3)) and test.labels.tolist() == [7, 8]
+    opened = pictures("cifar10", root)
+    dog, ship = opened.about(1), opened.about(8)
+    assert len(opened) == 9 and (dog.key, dog.name) == ("train-00001", "dog") and ship.id == "cifar10/test-00001"
+    assert ship.name == "ship" and np.array_equal(opened.rgba(8)[..., :3], test.images[1])
+    assert (opened.rgba(8)[..., 3] == 255).all() and opened.rgba(0, 64).shape == (64, 64, 4)
+    with pytest.raises(IndexError):
+        opened.about(9)
+
+
+def test_labels_must_go_with_pictures(place):
+    names = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
+    files: dict[str, object] = {f"package/{name}.png": np.zeros((1, 1024, 3), np.uint8) for name in names}
+    files |= {"package/train_lables.json": [0, 1, 2], "package/test_lables.json": [0]}
+    with pytest.raises(DataError, match="5 pictures do not go with 3 labels"):
+        labelled("cifar10", "train", place("cifar10", files))
+
+
+def test_fashion_is_cut_by_class(place, monkeypatch):
+    monkeypatch.setattr("vitrail.data.pictures.classes.HELD_OUT", 5)
+    rows = {n: [[n * 10 + i] * 784 for i in range(8)] for n in range(10)}
+    rows[0].insert(5, [])  # the package has such rows
+    files: dict[str, object] = {f"package/src/clothes/{n}.json": {"data": data} for n, data in rows.items()}
+    root = place("fashion-mnist", files)
+    train, test = labelled("fashion-mnist", "train", root), labelled("fashion-mnist", "test", root)
+    assert train.images.shape == (30, 28, 28, 3) and test.images.shape == (50, 28, 28, 3)
+    assert Counter(test.labels.tolist()) == dict.fromkeys(range(10), 5)
+    assert (train.images[:, 0, 0, 0] // 10 == train.labels).all() and train.names[9] == "ankle boot"
+
+
+def test_only_sets_with_classes_have_parts(tmp_path, place, names):
+    place("noto", {"package/img/google/64/1f436.png": RED})
+    with pytest.raises(DataError, match="noto has no labelled parts"):
+        labelled("noto", "train", names)
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+def test_every_source_of_pictures_has_a_reader():
+    assert set(READERS) == set(SOURCES) - {"emojibase"}
+
+
+def test_names_without_pictures():
+    with pytest.raises(DataError, match="'emojibase' holds no pictures"):
+        pictures("emojibase")
+    with pytest.raises(DataError, match="no source and no folder is called 'twemojis'") as caught:
+        pictures("twemojis")
+    assert "'twemoji'" in caught.value.remedy
+
+
+def test_drawings_without_the_program_that_draws(place, names, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    place("openmoji", {"package/color/svg/1F436.svg": "<svg/>"})
+    with pytest.raises(DataError, match="resvg_py is needed") as caught:
+        pictures("openmoji", names).rgba(0)
+    assert "vitrail[data]" in caught.value.remedy
+
+
+@pytest.mark.parametrize("side", [0, -3, 100_000])
+def test_sides_that_cannot_be(place, names, side):
+    place("noto", {"package/img/google/64/1f436.png": RED})
+    with pytest.raises(ImageError, match="longer side"):
+        pictures("noto", names).rgba(0, side)
+
+
+# ---- the real thing ---------------------------------------------------------------------------------------------
+
+COUNTS = {
+    "cifar10": 60_000,
+    "fashion-mnist": 70_000,
+    "twemoji": 3_786,
+    "noto": 3_786,
+    "fluent": 3_127,
+    "openmoji": 4_495,
+    "openclipart": 7_458,
+    "tuxpaint": 950,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_real_sources(name):
+    if shutil.which({"npm": "npm", "apt": "apt-get"}[SOURCES[name].client]) is None:
+        pytest.skip("its client is not installed")
+    try:
+        opened = pictures(name)
+    except DataError as error:
+        if "could not fetch" in error.problem or "apt knows no" in error.problem or "mirror has" in error.problem:
+            pytest.skip(error.problem)
+        raise
+    assert len(opened) == COUNTS[name]
+    known = [opened.about(item) for item in range(len(opened))]
+    assert len({about.id for about in known}) == len(known) == len({(about.vendor, about.key) for about in known})
+    assert all(about.name and about.vendor == name and about.category for about in known)
+    if name in ("twemoji", "noto", "fluent"):
+        assert all(len(about.labels) == 28 for about in known)
+    if name == "tuxpaint":
+        assert len(set().union(*(about.labels for about in known))) == 78  # 77 and English
+    for item in np.linspace(0, len(opened) - 1, 200).astype(int).tolist():
+        pixels = opened.rgba(item, 48)
+        assert pixels.dtype == np.uint8 and pixels.shape[2] == 4 and max(pixels.shape[:2]) == 48
+        assert Path(known[item].id).parts[0] == name

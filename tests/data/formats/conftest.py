@@ -1,0 +1,272 @@
+"""A tiny valid data set of every format, written afresh for a test."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+
+class Made(NamedTuple):
+    path: Path
+    options: dict[str, Any]
+    files: tuple[Path, ...]  # what fuzzing may spoil
+
+
+def png(colour: str = "teal", size: tuple[int, int] = (8, 6)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def write(path: Path, content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def tsv(rows: list[list[str]]) -> str:
+    return "".join("\t".join(cells) + "\n" for cells in rows)
+
+
+def llava(root: Path) -> Made:
+    for name in ("a.png", "b.png"):
+        write(root / "pictures" / name, png())
+    rows = [
+        {
+            "id": "one",
+            "image": "a.png",
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhat is this?"},
+                {"from": "gpt", "value": "A teal card."},
+            ],
+        },
+        {
+            "id": 2,
+            "image": ["a.png", "b.png"],
+            "conversations": [
+                {"from": "human", "value": "Compare <image> with <image>."},
+                {"from": "gpt", "value": "Equal."},
+            ],
+        },
+        {"id": "words", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    ]
+    path = write(root / "llava.json", rows)
+    return Made(path, {"pictures": root / "pictures"}, (path,))
+
+
+def _coco(root: Path) -> dict[str, Any]:
+    write(root / "val" / "000000000042.png", png())
+    write(root / "val" / "000000000007.png", png("red"))
+    return {
+        "info": {"year": 2017},
+        "images": [
+            {"id": 42, "file_name": "000000000042.png", "height": 6, "width": 8},
+            {"id": 7, "file_name": "000000000007.png", "height": 6, "width": 8},
+        ],
+    }
+
+
+def coco_captions(root: Path) -> Made:
+    said = [(42, "a card"), (7, "red"), (42, "a teal card")]
+    notes = [{"id": n, "image_id": i, "caption": caption} for n, (i, caption) in enumerate(said)]
+    path = write(root / "captions.json", _coco(root) | {"annotations": notes})
+    return Made(path, {"pictures": root / "val"}, (path,))
+
+
+def coco_instances(root: Path) -> Made:
+    shared = {"image_id": 42, "area": 6.0}
+    notes = [
+        shared
+        | {
+            "id": 1,
+            "category_id": 18,
+            "bbox": [1, 1, 3, 2],
+            "iscrowd": 0,
+            "segmentation": [[1, 1, 4, 1, 4, 3, 1, 3]],
+        },
+        shared
+        | {
+            "id": 2,
+            "category_id": 1,
+            "bbox": [0, 0, 8, 6],
+            "iscrowd": 1,
+            "segmentation": {"size": [6, 8], "counts": [6, 6, 36]},
+        },
+        shared
+        | {
+            "id": 3,
+            "category_id": 1,
+            "bbox": [0.5, 0, 2.25, 1],
+            "iscrowd": 1,
+            "segmentation": {"size": [6, 8], "counts": "66T1"},
+        },
+    ]
+    categories = [{"id": 1, "name": "person"}, {"id": 18, "name": "dog"}]
+    path = write(root / "instances.json", _coco(root) | {"annotations": notes, "categories": categories})
+    return Made(path, {"pictures": root / "val"}, (path,))
+
+
+def vqa(root: Path) -> Made:
+    questions, annotations = [], []
+    for number in range(3):
+        write(root / "val2014" / f"COCO_val2014_{number:012d}.jpg", png())
+        questions.append({"question_id": number * 10, "image_id": number, "question": f"What is in {number}?"})
+        annotations.append(
+            {
+                "question_id": number * 10,
+                "image_id": number,
+                "question_type": "what is",
+                "answer_type": "other",
+                "multiple_choice_answer": "card",
+                "answers": [{"answer": "card", "answer_confidence": "yes", "answer_id": i} for i in range(1, 11)],
+            }
+        )
+    path = write(root / "questions.json", {"data_subtype": "val2014", "questions": questions})
+    answers = write(root / "annotations.json", {"data_subtype": "val2014", "annotations": annotations})
+    return Made(path, {"pictures": root / "val2014", "annotations": answers}, (path, answers))
+
+
+def gqa(root: Path) -> Made:
+    write(root / "images" / "n1.jpg", png())
+    rows = {
+        "02930152": {
+            "question": "Is it dark?",
+            "imageId": "n1",
+            "answer": "no",
+            "fullAnswer": "No, it is not dark.",
+            "isBalanced": True,
+            "types": {"detailed": "weatherVerifyC", "semantic": "global", "structural": "verify"},
+            "semantic": [{"operation": "select", "dependencies": [], "argument": "scene"}],
+        },
+        "07333408": {"question": "What colour?", "imageId": "n1"},
+    }
+    path = write(root / "testdev.json", rows)
+    return Made(path, {"pictures": root / "images"}, (path,))
+
+
+def textvqa(root: Path) -> Made:
+    write(root / "train" / "0ee.jpg", png())
+    row = {
+        "question_id": 34602,
+        "image_id": "0ee",
+        "question": "what is the brand?",
+        "answers": ["acme"] * 9 + ["acme inc"],
+        "image_width": 8,
+        "image_height": 6,
+        "image_classes": ["Card"],
+        "set_name": "val",
+    }
+    path = write(root / "TextVQA.json", {"dataset_name": "textvqa", "data": [row]})
+    ocr = write(root / "ocr.json", {"data": [{"image_id": "0ee", "ocr_tokens": ["ACME", "INC"]}]})
+    return Made(path, {"pictures": root / "train", "ocr": ocr}, (path, ocr))
+
+
+def pope(root: Path) -> Made:
+    write(root / "val2014" / "x.jpg", png())
+    files = []
+    for split in ("random", "popular", "adversarial"):
+        rows = [
+            {"question_id": n, "image": "x.jpg", "text": f"Is there a {thing} in the image?", "label": label}
+            for n, (thing, label) in enumerate([("card", "yes"), ("dog", "no")], start=1)
+        ]
+        files.append(write(root / "pope" / f"coco_pope_{split}.json", lines(rows)))
+    return Made(root / "pope", {"pictures": root / "val2014"}, tuple(files))
+
+
+def mmbench(root: Path) -> Made:
+    picture = base64.b64encode(png()).decode()
+    rows = [
+        ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image"],
+        ["241", "Which colour?", "A hint", "teal", "red", "", "", "A", "attribute", picture],
+        ["252", '"Two\nlines, ""quoted"""', "", "yes", "no", "maybe", "both", "D", "logic", "241"],
+    ]
+    path = write(root / "mmbench.tsv", tsv(rows))
+    return Made(path, {}, (path,))
+
+
+def mme(root: Path) -> Made:
+    write(root / "mme" / "count" / "01.png", png())
+    one = write(root / "mme" / "count" / "01.txt", "Is there one card? Please answer yes or no.\tYes\nTwo cards?\tNo\n")
+    write(root / "mme" / "OCR" / "images" / "02.jpg", png())
+    two = write(root / "mme" / "OCR" / "questions_answers_YN" / "02.txt", "Is it a?\tYes\nIs it b?\tNo")
+    return Made(root / "mme", {}, (one, two))
+
+
+def mme_table(root: Path) -> Made:
+    picture = base64.b64encode(png()).decode()
+    rows = [
+        ["index", "image", "question", "answer", "category"],
+        ["0", picture, "One card?", "Yes", "count"],
+        ["1", "0", "Two cards?", "No", "count"],
+    ]
+    path = write(root / "MME.tsv", tsv(rows))
+    return Made(path, {}, (path,))
+
+
+def images(root: Path) -> Made:
+    folder = root / "classes"
+    for name in ("dog/2.png", "dog/10.png", "cat/1.png"):
+        write(folder / name, png())
+    text = write(folder / "dog/2.txt", "a dog\n")
+    told = write(folder / "dog/2.json", {"caption": "a dog", "source": "here"})
+    return Made(folder, {}, (text, told, folder / "dog/10.png"))
+
+
+def images_metadata(root: Path) -> Made:
+    folder = root / "told"
+    write(folder / "sub" / "1.png", png())
+    write(folder / "2.png", png())
+    rows = [{"file_name": "sub/1.png", "text": "one", "label": 3}, {"file_name": "2.png", "text": "two"}]
+    return Made(folder, {}, (write(folder / "metadata.jsonl", lines(rows)),))
+
+
+def images_csv(root: Path) -> Made:
+    folder = root / "told_csv"
+    write(folder / "1.png", png())
+    return Made(folder, {}, (write(folder / "metadata.csv", 'file_name,text\n1.png,"one, two"\n'),))
+
+
+MAKERS = {  # name → its kind, and who writes it
+    "llava": ("llava", llava),
+    "coco-captions": ("coco-captions", coco_captions),
+    "coco-instances": ("coco-instances", coco_instances),
+    "vqa": ("vqa", vqa),
+    "gqa": ("gqa", gqa),
+    "textvqa": ("textvqa", textvqa),
+    "pope": ("pope", pope),
+    "mmbench": ("mmbench", mmbench),
+    "mme": ("mme", mme),
+    "mme-table": ("mme", mme_table),
+    "images": ("images", images),
+    "images-metadata": ("images", images_metadata),
+    "images-csv": ("images", images_csv),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def any_made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Made]:
+    """Each format in turn: its kind and the files."""
+    kind, maker = MAKERS[request.param]
+    return kind, maker(tmp_path)
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """make("vqa") writes that one and returns where."""
+    return lambda name: MAKERS[name][1](tmp_path)
+
+
+@pytest.fixture
+def makers():
+    return MAKERS

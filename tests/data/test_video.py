@@ -1,0 +1,416 @@
+"""Videos: which frames come, when they are shown, which way up, and what is refused.
+
+Every frame carries its number in white and black squares, so that a wrong one is seen as such.
+"""
+
+import io
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data.formats import guess, open_format
+from vitrail.data.video import Film, open_video
+from vitrail.errors import ConfigError, DataError
+
+av = pytest.importorskip("av")
+
+BITS, SIDE = 8, 16
+H, W = 48, BITS * SIDE
+
+# codec, container; each with jumps between keys that must land on the right frame
+WAYS = [
+    ("libx264", "mp4"),
+    ("libx264", "matroska"),
+    ("libx264", "mpegts"),
+    ("libx264", "flv"),
+    ("libvpx-vp9", "webm"),
+    ("libvpx", "webm"),
+    ("mpeg4", "avi"),
+    ("mpeg2video", "mpeg"),
+]
+
+
+def picture(number: int) -> np.ndarray:
+    pixels = np.full((H, W, 3), (200, 60, 30), np.uint8)
+    for bit in range(BITS):
+        pixels[:SIDE, bit * SIDE : (bit + 1) * SIDE] = 255 * (number >> bit & 1)
+    return pixels
+
+
+def numbers(frames: np.ndarray) -> list[int]:
+    middle = frames[:, SIDE // 2, SIDE // 2 :: SIDE].mean(-1) > 128  # (T, BITS)
+    return (middle @ (1 << np.arange(BITS))).tolist()
+
+
+def video(
+    codec: str = "libx264",
+    container: str = "mp4",
+    frames: int = 50,
+    rate: int = 25,
+    ticks: list[int] | None = None,
+    rotation: int | None = None,
+    sound: bool = False,
+    options: dict[str, str] | None = None,
+) -> bytes:
+    if codec not in av.codecs_available:
+        pytest.skip(f"this PyAV does not write {codec}")
+    # A header that is moved to the front needs a real file.
+    with tempfile.NamedTemporaryFile() as file:
+        _write(file.name, codec, container, frames, rate, ticks, rotation, sound, options or {})
+        return Path(file.name).read_bytes()
+
+
+def _write(name, codec, container, frames, rate, ticks, rotation, sound, options) -> None:
+    with av.open(name, "w", format=container, options=options) as out:
+        stream = out.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = W, H, "yuv420p"
+        stream.codec_context.gop_size = 12
+        stream.codec_context.time_base = Fraction(1, rate)
+        if rotation is not None:
+            stream.set_display_rotation(rotation)
+        voice = out.add_stream("aac", rate=8000) if sound else None
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
+            frame.pts, frame.time_base = (ticks[number] if ticks else number), Fraction(1, rate)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+        if voice is not None:
+            noise = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+            noise.sample_rate = 8000
+            out.mux(voice.encode(noise))
+            out.mux(voice.encode(None))
+
+
+@pytest.fixture(scope="module")
+def film() -> Film:
+    return open_video(video())
+
+
+@pytest.mark.parametrize(("codec", "container"), WAYS)
+def test_every_frame_is_found_alone_and_together(codec, container):
+    film = open_video(video(codec, container))
+    assert (len(film), film.height, film.width, film.duration) == (50, H, W, pytest.approx(2.0, abs=1e-3))
+    assert film.seconds == pytest.approx(np.arange(50) / 25, abs=1e-3)
+    whole = film.at(film.seconds)
+    assert whole.frames.dtype == np.uint8 and whole.frames.shape == (50, H, W, 3)
+    assert numbers(whole.frames) == list(range(50)) and whole.seconds == pytest.approx(film.seconds)
+    for number in (49, 0, 11, 12, 13, 24, 37):
+        alone = film.at([film.seconds[number]])
+        assert numbers(alone.frames) == [number] and alone.seconds == pytest.approx([number / 25], abs=1e-3)
+    assert np.abs(whole.frames[:, 32, 60].astype(int) - (200, 60, 30)).max() < 12
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=12))
+def test_the_frame_at_a_time_is_the_last_one_shown_by_then(film, times):
+    clip = film.at(times)
+    want = np.minimum(np.floor(np.array(times) * 25 + 1e-4), 49)
+    assert numbers(clip.frames) == want.tolist()
+    assert clip.seconds == pytest.approx(want / 25)
+
+
+def test_sampling_by_count_and_by_rate(film):
+    assert numbers(film.sample(count=1).frames) == [25]
+    assert numbers(film.sample(count=5).frames) == [5, 15, 25, 35, 45]  # middles of five stretches
+    assert numbers(film.sample(fps=5).frames) == [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
+    assert numbers(film.sample(fps=5, start=0.4, end=1.0).frames) == [10, 15, 20]
+    assert numbers(film.sample(count=2, start=1, end=2).frames) == [31, 43]
+    more = film.sample(fps=50, end=0.1)
+    assert numbers(more.frames) == [0, 0, 1, 1, 2] and more.seconds == pytest.approx([0, 0, 0.04, 0.04, 0.08])
+    assert film.sample(count=2, size=(24, 32)).frames.shape == (2, 24, 32, 3)
+
+
+def test_only_what_is_needed_is_decoded(film, monkeypatch):
+    """Twelve frames lie between keys: one frame costs at most those and what the decoder reads ahead."""
+    from vitrail.data import video as module
+
+    decoded = []
+    run = module._run
+
+    def counted(film, frames, *rest):
+        return run(film, (decoded.append(1) or frame for frame in frames), *rest)
+
+    monkeypatch.setattr(module, "_run", counted)
+    assert numbers(film.at([1.96]).frames) == [49]  # second of its group
+    assert len(decoded) <= 12
+
+
+def test_variable_frame_rate():
+    ticks = [0, 1, 2, 10, 11, 40, 41, 42, 43, 100]
+    film = open_video(video(frames=10, ticks=ticks, rate=25))
+    assert film.seconds == pytest.approx(np.array(ticks) / 25)
+    clip = film.at([0.0, 0.39, 0.4, 1.59, 1.6, 3.99, 4.0])
+    assert numbers(clip.frames) == [0, 2, 3, 4, 5, 8, 9]
+    assert clip.seconds == pytest.approx([0, 0.08, 0.4, 0.44, 1.6, 1.72, 4.0])
+
+
+@pytest.mark.parametrize("angle", [0, 90, 180, -90])
+def test_turned_frames_come_upright(film, angle):
+    turned = open_video(video(rotation=angle))
+    want = np.rot90(film.at([1.0]).frames[0], k=angle // 90)  # FFmpeg counts against the clock, as numpy does
+    clip = turned.at([1.0])
+    assert (turned.height, turned.width) == want.shape[:2]
+    assert (clip.frames[0] == want).all()
+    small = turned.at([1.0], size=(20, 30)).frames
+    assert small.shape == (1, 20, 30, 3)
+
+
+def test_mirrored_and_askew_frames(film):
+    data = bytearray(video(rotation=0))
+    at = data.index(b"tkhd") + 4 + 40  # version 0: the matrix comes after 40 bytes
+    assert struct.unpack(">9i", data[at : at + 36])[0] == 1 << 16
+    data[at : at + 36] = struct.pack(">9i", -(1 << 16), 0, 0, 0, 1 << 16, 0, W << 16, 0, 1 << 30)
+    assert (open_video(bytes(data)).at([1.0]).frames == film.at([1.0]).frames[:, :, ::-1]).all()
+    data[at : at + 36] = struct.pack(">9i", 46341, 46341, 0, -46341, 46341, 0, 0, 0, 1 << 30)
+    with pytest.raises(DataError, match="turned by an odd angle"):
+        open_video(bytes(data))
+
+
+def test_frames_that_an_edit_cut_are_not_shown():
+    data = bytearray(video("mpeg4", options={"use_editlist": "1"}))
+    at = data.find(b"elst")
+    if at < 0:
+        pytest.skip("this PyAV wrote no edit list")
+    length, start = struct.unpack(">ii", data[at + 12 : at + 20])
+    scale = struct.unpack(">i", data[data.index(b"mdhd") + 16 :][:4])[0]
+    data[at + 12 : at + 20] = struct.pack(">ii", length * 15 // 50, start + scale * 30 // 25)  # thirty frames in
+    film = open_video(bytes(data))
+    assert numbers(film.at([0.0, 0.04, 0.5]).frames) == [30, 31, 42]
+
+
+def test_a_recording_that_begins_between_keys_begins_at_the_first_key():
+    data = video(container="mpegts")
+    film = open_video(data[188 * 12 :])  # without the first key's packets
+    assert film.seconds[0] == 0 and numbers(film.at([0.0, 0.04]).frames) == [12, 13]
+
+
+def test_sound_is_passed_over_and_sound_alone_is_refused(film):
+    assert numbers(open_video(video(sound=True)).sample(count=5).frames) == [5, 15, 25, 35, 45]
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        voice = out.add_stream("aac", rate=8000)
+        cover = out.add_stream("mjpeg", rate=1)
+        cover.width, cover.height, cover.pix_fmt = W, H, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        noise = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.float32), format="fltp", layout="mono")
+        noise.sample_rate = 8000
+        out.mux(voice.encode(noise))
+        out.mux(voice.encode(None))
+        out.mux(cover.encode(av.VideoFrame.from_ndarray(picture(0), format="rgb24")))
+        out.mux(cover.encode(None))
+    with av.open(io.BytesIO(file.getvalue())) as song:
+        assert len(song.streams.video) == 1
+    with pytest.raises(DataError, match="holds no video"):
+        open_video(file.getvalue())
+
+
+@pytest.mark.parametrize(("codec", "container"), [("libx264", "mp4"), ("libx264", "matroska"), ("mpeg4", "avi")])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.85])
+def test_truncated_files_are_refused(codec, container, kept):
+    faststart = {"movflags": "faststart"} if container == "mp4" else {}  # the header first, so that it opens
+    data = video(codec, container, options=faststart)
+    open_video(data)
+    with pytest.raises(DataError, match=r"is cut off|is broken|holds no frame"):
+        open_video(data[: int(len(data) * kept)])
+
+
+def test_a_few_frames_missing_at_the_end_are_counted():
+    data = video("mpeg4", "avi")
+    with pytest.raises(DataError, match=r"is cut off: 4\d frames, .* of 50 frames"):
+        open_video(data[: int(len(data) * 0.88)])
+
+
+def test_a_damaged_frame_is_refused_and_others_are_read():
+    data = bytearray(video("mpeg4"))
+    with av.open(io.BytesIO(data)) as container:
+        packet = bytes(list(container.demux(video=0))[18])
+    assert data.count(packet) == 1
+    noise = np.random.default_rng(0).integers(0, 256, len(packet) - 8, dtype=np.uint8).tobytes()
+    data[data.index(packet) + 8 : data.index(packet) + len(packet)] = noise
+    film = open_video(bytes(data))
+    assert numbers(film.at([0.4, 1.2]).frames) == [10, 30]
+    with pytest.raises(DataError, match=r"the frame at 0\.720 s is damaged"):
+        film.at([0.72])
+
+
+def test_lists_of_other_files_are_not_followed(tmp_path):
+    (tmp_path / "a.ts").write_bytes(video(container="mpegts"))
+    open_video(tmp_path / "a.ts")
+    plays = {
+        "x.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\na.ts\n#EXT-X-ENDLIST\n",
+        "x.ffconcat": "ffconcat version 1.0\nfile a.ts\n",
+    }
+    for name, content in plays.items():
+        (tmp_path / name).write_text(content)
+        with av.open(str(tmp_path / name)) as container:  # FFmpeg itself would
+            assert container.streams.video
+        with pytest.raises(DataError, match="is broken or no video"):
+            open_video(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is broken or no video"),
+        (b"not a video at all" * 100, "is broken or no video"),
+        (
+            b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
+            "is broken or no video",
+        ),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "is broken or no video"),
+    ],
+)
+def test_what_is_no_video(content, said, tmp_path):
+    with pytest.raises(DataError, match=said):
+        open_video(content)
+    (tmp_path / "x.mp4").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        open_video(tmp_path / "x.mp4")
+
+
+def test_names_that_are_no_files(tmp_path):
+    for name in (tmp_path, tmp_path / "lost.mp4", "https://example.org/x.mp4", "concat:a|b", "y" * 5000, "a\0b"):
+        with pytest.raises(DataError, match="is no file"):
+            open_video(name)
+
+
+def test_h264_in_avi_does_not_say_its_times():
+    with pytest.raises(DataError, match="does not say when frames are shown"):
+        open_video(video("libx264", "avi"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        ({}, "count or by fps"),
+        ({"count": 1, "fps": 1}, "count or by fps"),
+        ({"count": 0}, "0 frames"),
+        ({"fps": 0.0}, "0.0 frames a second"),
+        ({"fps": float("nan")}, "nan frames a second"),
+        ({"fps": 1e15}, "over the limit"),
+        ({"count": 10**12}, "over the limit"),
+        ({"count": 1, "start": 3.0}, "it has 0 … 2.000 s"),
+        ({"count": 1, "start": 1.0, "end": 1.0}, "it has 0 …"),
+        ({"count": 1, "end": float("nan")}, "it has 0 …"),
+        ({"count": 1, "size": (0, 4)}, "at least 1"),
+    ],
+)
+def test_clips_that_cannot_be(film, ask, said):
+    with pytest.raises(ConfigError, match=said):
+        film.sample(**ask)
+
+
+def test_times_outside_the_film(film):
+    for times in ([-0.1], [2.1], [float("nan")], [], [[0.0]]):
+        with pytest.raises(ConfigError, match="give a list within"):
+            film.at(times)
+
+
+def test_films_go_to_other_processes_and_stand_in_folders(tmp_path, film):
+    assert numbers(pickle.loads(pickle.dumps(film)).sample(count=1).frames) == [25]
+    for name in ("run/a.mp4", "jump/b.mp4"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(film.source)
+    (tmp_path / "jump/b.txt").write_text("a jump")
+    samples = open_format(guess(tmp_path), tmp_path)
+    assert [(s.id, s.label, s.captions) for s in samples] == [
+        ("jump/b.mp4", "jump", ("a jump",)),
+        ("run/a.mp4", "run", ()),
+    ]
+    assert samples[0].film().sample(count=2).frames.shape == (2, H, W, 3)
+    (tmp_path / "run/a.mp4").write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"sample run/a\.mp4: .* is broken"):
+        samples[1].film()
+
+
+# ── mutated files ──────────────────────────────────────────────────────────────────────────────────────────────
+
+# FFmpeg is C, and a crash of it would take the test run along: mutated files are read in a process of their own, which
+# says what it is about to read.
+READER = """
+import json, pathlib, sys, collections
+from vitrail.data.video import open_video
+from vitrail.errors import VitrailError
+outcomes = collections.Counter()
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    print(path.name, file=sys.stderr, flush=True)
+    try:
+        clip = open_video(path).sample(count=3, size=(16, 16))
+        assert clip.frames.shape == (3, 16, 16, 3)
+        outcomes["frames"] += 1
+    except VitrailError:
+        outcomes["refused"] += 1
+print(json.dumps(outcomes))
+"""
+
+
+def spoil(data: bytes, rng: np.random.Generator) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.integers(1, 6)):
+        at = int(rng.integers(len(changed)))
+        match rng.integers(5):
+            case 0:
+                changed[at] ^= 1 << int(rng.integers(8))
+            case 1:
+                changed[at : at + 8] = rng.integers(0, 256, 8, dtype=np.uint8).tobytes()
+            case 2:
+                del changed[at:]
+            case 3:
+                changed[at:at] = rng.integers(0, 256, int(rng.integers(1, 64)), dtype=np.uint8).tobytes()
+            case 4:
+                del changed[at : at + int(rng.integers(1, 64))]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+def read_spoiled(folder, count: int) -> dict[str, int]:
+    rng = np.random.default_rng(0)
+    whole = [video(codec, container, frames=15) for codec, container in WAYS]
+    whole.append(video(options={"movflags": "faststart"}, frames=15))
+    for number in range(count):
+        data = whole[number % len(whole)]
+        # Headers are a small part of a file and decide most: half of the changes fall on its first or last kilobyte.
+        where = rng.integers(4)
+        if where == 0:
+            data = spoil(data[:1000], rng) + data[1000:]
+        elif where == 1:
+            data = data[:-1000] + spoil(data[-1000:], rng)
+        else:
+            data = spoil(data, rng)
+        (folder / f"{number:06d}").write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", READER, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    last = done.stderr.splitlines()[-30:]
+    assert done.returncode == 0, f"the reader died with {done.returncode}: {last}"
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert sum(outcomes.values()) == count
+    return outcomes
+
+
+def test_a_few_mutated_videos(tmp_path):
+    outcomes = read_spoiled(tmp_path, 60)
+    assert outcomes["frames"] and outcomes["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_two_thousand_mutated_videos(tmp_path):
+    outcomes = read_spoiled(tmp_path, 2000)
+    assert outcomes["frames"] > 100 and outcomes["refused"] > 100

@@ -14,11 +14,17 @@ from vitrail.processing.text import Tokenizer
 
 
 class Pieces:
-    """A table of strings, each added once. Row 0 is the empty piece, which fills sentences up to P."""
+    """A table of strings, each added once. Row 0 is the empty piece; it may stand anywhere in a sentence.
+
+    A piece stands first in a sentence or begins with a space: there a tokenizer begins a word, so that ids of pieces,
+    one behind the other, are the ids of the sentence."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]
         self._row: dict[str, int] = {"": 0}
+
+    def __len__(self) -> int:
+        return len(self.texts)
 
     def add(self, text: str) -> int:
         """The row of a string; a new one is appended."""
@@ -36,9 +42,30 @@ class Pieces:
         return ["".join(self.texts[i] for i in row) for row in rows.tolist()]
 
     def tokenized(self, tokenizer: Tokenizer) -> "TokenTable":
-        """The same table in token ids. A piece begins where the tokenizer begins a word (at a space, or at the
-        sentence's start), so that ids of pieces, one behind the other, are the ids of the sentence."""
-        return TokenTable([tokenizer.encode(text) if text else [] for text in self.texts])
+        """The same table in token ids; refused where a piece would have other ids inside a sentence."""
+        ids = [[], *tokenizer.encode_batch(self.texts[1:])]
+        seams = self._seams()
+        for (left, right), whole in zip(seams, tokenizer.encode_batch([a + b for a, b in seams]), strict=True):
+            if whole != ids[self._row[left]] + ids[self._row[right]]:
+                raise TextError(
+                    f"the tokenizer reads {left + right!r} otherwise than {left!r} and {right!r} one behind the other",
+                    "use a byte-level tokenizer that begins a word at every space, and pieces that begin with one",
+                )
+        return TokenTable(ids)
+
+    def _seams(self) -> list[tuple[str, str]]:
+        """Pairs that stand for all: every piece on either side once, every sort of end before every sort of start."""
+        follow = [text for text in self.texts if text[:1] == " "]
+        ends = {_sort(text[-1]): text for text in self.texts[1:]}
+        starts = {tuple(map(_sort, text[:2])): text for text in follow}
+        every = [(end, start) for end in ends.values() for start in starts.values()]
+        if not follow:
+            return every
+        return every + [(text, follow[0]) for text in self.texts[1:]] + [(follow[0], text) for text in follow]
+
+
+def _sort(char: str) -> str:
+    return "a" if char.isalpha() else "0" if char.isdigit() else char
 
 
 class TokenTable:
@@ -54,12 +81,16 @@ class TokenTable:
         moved.length, moved.start, moved.flat = (t.to(device) for t in (self.length, self.start, self.flat))
         return moved
 
-    def write(self, rows: Tensor, length: int, pad: int = 0) -> tuple[Tensor, Tensor]:
-        """(B, P) pieces → ids (B, L), filled up with `pad`, and how many of them count (B,)"""
+    def write(self, rows: Tensor, length: int, pad: int = 0, *, check: bool = True) -> tuple[Tensor, Tensor]:
+        """(B, P) pieces → ids (B, L), filled up with `pad`, and how many tokens each sentence has (B,).
+
+        The check waits for the device. Leave it out where `Frames.longest` says that all fit, or look at the numbers
+        of tokens later: one above L tells of a sentence that was cut.
+        """
         lengths = self.length[rows]  # (B, P)
         ends = lengths.cumsum(1)
         total = ends[:, -1]
-        if int(total.max()) > length:
+        if check and int(total.max()) > length:
             raise TextError(f"a sentence has {int(total.max())} tokens and there is room for {length}", "allow more")
         at = torch.arange(length, device=rows.device).expand(len(rows), length)
         piece = torch.searchsorted(ends, at.contiguous(), right=True).clamp_(max=rows.shape[1] - 1)  # (B, L)

@@ -1,0 +1,171 @@
+"""Words as a function of (seed, index): whatever the batch, the device, and without waiting for one."""
+
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitrail.data.words import (
+    DRAFTS,
+    KINDS,
+    ask,
+    ask_several,
+    balanced,
+    converse,
+    matches,
+    preference,
+    prompt,
+    prompts,
+    swap,
+    train_tokenizer,
+)
+from vitrail.data.words.templates import DRAWINGS, SWAPS
+from vitrail.errors import ConfigError
+
+
+def everything(words, batch, seed):
+    """All that can be said of scenes, as one list of tensors."""
+    found = [ask(words, batch, seed, kind) for kind in DRAFTS]
+    found += [ask_several(words, batch, seed, list(DRAFTS), 5), converse(words, batch, seed)]
+    found += [preference(words, batch, seed), *(swap(words, batch, seed, sort) for sort in SWAPS)]
+    drawn = [prompt(words, batch, seed, kind) for kind in DRAWINGS]
+    tensors = [getattr(x, f.name) for x in found for f in fields(x)] + [t for p in drawn for t in (p.text, p.valid)]
+    return tensors + [matches(words, p.spec, batch) for p in drawn]
+
+
+@given(seed=st.integers(0, 2**31), cut=st.integers(1, 30))
+@settings(max_examples=4, deadline=None)
+def test_any_way_of_cutting_a_batch_gives_the_same(seed, cut, words, scenes):
+    batch = scenes(seed, many=40)
+    whole = everything(words, batch, seed)
+    parts = [everything(words, batch[rows], seed) for rows in (slice(0, cut), slice(cut, None))]
+    assert all(torch.equal(w, torch.cat(p)) for w, p in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+def test_seeds_differ(words, scenes):
+    batch = scenes(0, many=100)
+    a, b = (ask(words, batch, seed, "existence_random").question for seed in (0, 1))
+    assert (a == b).all(1).double().mean() < 0.2
+
+
+class Hurried(TorchDispatchMode):
+    """Refuses what would wait for a GPU: looking at values, shapes that depend on them, and copies from the host."""
+
+    WAITS = re.compile(
+        r"_local_scalar_dense|nonzero|unique|masked_select|is_nonzero|^equal|lift_fresh|repeat_interleave"
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not self.WAITS.search(func.name().removeprefix("aten::")), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device(words, scenes):
+    tokens, batch = words.pieces.tokenized(train_tokenizer(words, 1000)), scenes(0, many=16)
+    with Hurried():
+        everything(words, batch, 0)
+        tokens.write(ask(words, batch, 0, "caption_long").answer, 200, check=False)
+    with Hurried(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        tokens.write(ask(words, batch, 0, "caption_long").answer, 200)
+
+
+@pytest.mark.slow  # the first use of the meta device is
+def test_all_can_be_said_without_data(words, scenes):
+    """On the meta device there is no data: whatever looks at a value, or leaves the device, fails."""
+    tokens = words.pieces.tokenized(train_tokenizer(words, 1000)).to("meta")
+    batch = scenes(0, many=16).to("meta")
+    for tensor in everything(words.to("meta"), batch, 0):
+        assert tensor.device.type == "meta"
+    ids, lengths = tokens.write(ask(words.to("meta"), batch, 0, "caption_long").answer, 200, check=False)
+    assert (ids.shape, lengths.shape) == ((16, 200), (16,))
+
+
+@pytest.mark.gpu
+def test_the_gpu_says_the_same(words, scenes):
+    batch = scenes(3, many=500)
+    even = balanced(words, batch)
+    for here, there in zip(everything(even, batch, 1), everything(even.to("cuda"), batch.to("cuda"), 1), strict=True):
+        assert torch.equal(here, there.cpu())
+
+
+def test_several_are_of_different_kinds_and_valid_ones_come_first(words, scenes):
+    batch, kinds = scenes(0, many=300), ["colour", "inside", "reading", "counting", "existence_random"]
+    said = ask_several(words, batch, 0, kinds, 3)
+    single = {kind: ask(words, batch, 0, kind) for kind in kinds}
+    valid, kind = said.valid.view(-1, 3), said.kind.view(-1, 3)
+    admitted = torch.stack([s.valid for s in single.values()], 1).sum(1)
+    assert torch.equal(valid.sum(1), admitted.clamp(max=3))
+    assert (valid[:, :-1] >= valid[:, 1:]).all()
+    assert all(len(set(row)) == 3 for row in kind.tolist())
+    texts = {k: words.pieces.read(s.question) for k, s in single.items()}
+    for row, text in enumerate(words.pieces.read(said.question)):
+        assert text == (texts[KINDS[said.kind[row]]][row // 3] if said.valid[row] else "")
+    assert set(kind[valid].unique().tolist()) == {KINDS.index(k) for k in kinds}
+    with pytest.raises(ConfigError, match="3 questions"):
+        ask_several(words, batch, 0, kinds[:2], 3)
+
+
+def test_what_is_not_valid_is_empty(words, scenes):
+    batch = scenes(0, many=300)
+    for kind in DRAFTS:
+        said = ask(words, batch, 0, kind)
+        assert not said.question[~said.valid].any()
+        assert not said.answer[~said.valid].any()
+        assert said.question[said.valid].any(1).all()
+        assert said.answer[said.valid].any(1).all()
+
+
+def test_labels_and_answers_go_together(words, scenes):
+    batch = scenes(0, many=3000)
+    for kind in DRAFTS:
+        if kind in ("grounding", "which") or kind.startswith("caption"):
+            continue
+        said = ask(words, batch, 0, kind)
+        pairs = zip(said.label[said.valid].tolist(), words.pieces.read(said.answer[said.valid]), strict=True)
+        pairs = {(label, "none" if text.startswith("There is no") else text) for label, text in pairs}
+        assert len(pairs) == len({label for label, _ in pairs}) == len({text for _, text in pairs}), kind
+    said = ask(words, batch, 0, "which")[:200]
+    for question, answer, label, valid in zip(
+        *map(words.pieces.read, (said.question, said.answer)), said.label.tolist(), said.valid.tolist(), strict=True
+    ):
+        if valid:
+            named = re.split(r" or | and ", re.split(r"(?:, |: |Of |Take )(?=the )", question)[1])
+            assert named[label].startswith(answer), question
+
+
+def test_boxes_of_grounding(words, scenes):
+    batch = scenes(0, many=300)
+    said = ask(words, batch, 0, "grounding")
+    mine = said[said.valid]
+    written = torch.tensor([eval(text) for text in words.pieces.read(mine.answer)])
+    assert ((written / 99 - mine.box / 4096).abs() <= 0.5 / 99 + 1e-6).all()
+    assert (mine.box[:, None] == batch.box[said.valid]).all(2).any(1).all()
+    assert (ask(words, batch, 0, "colour").box == -1).all()
+
+
+def test_conversations_speak_of_it(words, scenes):
+    said = converse(words, scenes(1, many=2000), 0)
+    many = said.valid.view(-1, 4).sum(1).bincount(minlength=5)
+    assert many[1] == 0
+    assert (many[2:] > 100).all()
+    second = said.kind.view(-1, 4)[said.valid.view(-1, 4)[:, 1], 1]
+    assert (second >= KINDS.index("it_colour")).double().mean() > 0.5
+
+
+@pytest.mark.parametrize("kind", DRAWINGS)
+def test_prompts_out_of_nothing(kind, words):
+    drawn = prompts(words, kind, 20, seed=3)
+    texts = words.pieces.read(drawn.text)
+    spec = torch.cat([drawn.spec.concept, drawn.spec.colour, drawn.spec.number, drawn.spec.relation[:, None]], 1)
+    assert len(set(map(tuple, spec.tolist()))) == 20
+    assert texts == words.pieces.read(prompts(words, kind, 20, seed=3).text)
+    assert texts[:8] == words.pieces.read(prompts(words, kind, 8, seed=3).text)
+    assert texts != words.pieces.read(prompts(words, kind, 20, seed=4).text)
+    assert not set(texts) & set(words.pieces.read(prompts(words, kind, 20, seed=3, held_out=True).text))
+    if kind == "single":
+        with pytest.raises(ConfigError, match="concepts give"):
+            prompts(words, kind, 1000)

@@ -1,0 +1,159 @@
+"""Templates: English that is right, paraphrases held apart, and one gather that fills them all."""
+
+import re
+from itertools import chain
+
+import pytest
+import torch
+
+from vitrail.data.scenes import backgrounds
+from vitrail.data.words import KINDS, Pieces, Words, ask, english
+from vitrail.data.words.frames import Frames, Group, Lexicon, Noun, Thing
+from vitrail.data.words.templates import CAPTIONS, FOLLOW_UPS, LOOSE, QUESTIONS
+from vitrail.errors import ConfigError, TextError
+
+NOUNS = [Noun("dog", "dogs"), Noun("apple", "apples"), Noun('word "up"', 'words "up"', True), Noun("word", "words")]
+
+
+@pytest.fixture
+def lexicon():
+    return Lexicon(NOUNS, {}, groups=4)
+
+
+def things(*pairs):
+    return Thing(*map(torch.tensor, zip(*pairs, strict=True)))
+
+
+def test_articles_and_colours(lexicon):
+    pieces = Pieces()
+    frames = Frames(
+        ["Is {a x} here?", "{The x}, {plural y}!", "{A x} {relation r} {the y}.", "No {x}."], [], lexicon, pieces
+    )
+    x = things((0, 1), (1, 0), (2, 1), (0, 2), (5, 2), (0, 1))
+    y = things((0, 0), (0, 1), (2, 0), (3, 1), (0, 2), (0, 0))
+    rows = frames.fill(torch.tensor([0, 1, 2, 1, 0, 3]), x=x, y=y, r=torch.tensor([0, 0, 1, 0, 0, 0]))
+    assert pieces.read(rows) == [
+        "Is an apple here?",
+        "The red dog, apples!",
+        "An orange apple to the right of the orange dog.",
+        'The word "up", yellow apples!',
+        'Is a blue word "up" here?',
+        "No apple.",
+    ]
+
+
+def test_lists(lexicon):
+    pieces = Pieces()
+    frames = Frames(["We see {list}."], [], lexicon, pieces)
+    numbers = torch.tensor([[1, 0, 0, 0], [2, 1, 0, 0], [1, 3, 1, 0], [1, 1, 1, 12]])
+    group = Group(torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [2, 2, 0, 0], [0, 0, 5, 0]]),
+                  torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 2, 0], [0, 1, 2, 2]]), numbers)  # fmt: skip
+    assert pieces.read(frames.fill(torch.zeros(4, dtype=torch.int64), list=group)) == [
+        "We see an apple.",
+        "We see two red dogs and an apple.",
+        'We see an orange dog, three orange apples and the word "up".',
+        'We see a dog, an apple, a blue word "up" and twelve words "up".',
+    ]
+
+
+def test_templates_that_cannot_be_are_refused(lexicon):
+    with pytest.raises(TextError, match="does not begin at a space"):
+        Frames(["{colour c}{colour d}"], [], lexicon, Pieces())
+    with pytest.raises(TextError, match="'hue'"):
+        Frames(["{hue c}"], [], lexicon, Pieces())
+
+
+def test_pieces_begin_a_sentence_or_with_a_space(words):
+    starts: set[str] = set()
+    for sort in words.sorts.values():
+        for frames in (sort.question, sort.answer):
+            for template in range(len(frames)):
+                behind = frames.begin[template, 1:], frames.size[template, 1:]
+                places = chain.from_iterable(
+                    range(b, b + n) for b, n in zip(*(t.tolist() for t in behind), strict=True)
+                )
+                starts |= {words.pieces.texts[int(frames.flat[p])][:1] for p in places}
+    # the second column is a noun that begins the sentence where its colour is not said
+    assert starts <= {" ", ""} | {text[0] for text in words.pieces.texts if re.match(r"The |a |an |the ", text)}
+
+
+@pytest.mark.parametrize(
+    "noun,article",
+    [("apple", "an"), ("dog", "a"), ("hour", "an"), ("hourglass", "an"), ("horse", "a"), ("unicorn", "a"),
+     ("umbrella", "an"), ("uninvited guest", "an"), ("ukulele", "a"), ("euro", "a"), ("ewe", "a"), ("onion", "an"),
+     ("one-way sign", "a"), ("heir", "an"), ("house", "a"), ("X-ray", "an"), ("UFO", "a"), ("SOS button", "an"),
+     ("8 ball", "an"), ("18 wheeler", "an"), ("1st place medal", "a"), ("A button", "an"), ("B button", "a"),
+     ("USB stick", "a"), ("honey pot", "a"), ("orange", "an"), ("yo-yo", "a")],
+)  # fmt: skip
+def test_articles(noun, article):
+    assert english.indefinite(noun) == f"{article} {noun}"
+
+
+def test_nouns_that_will_not_be_counted():
+    assert english.noun("scissors", "scissors") == ("pair of scissors", "pairs of scissors")
+    assert english.noun("grapes", "grapes") == ("bunch of grapes", "bunches of grapes")
+    assert english.noun("bread", "bread") == ("piece of bread", "pieces of bread")
+    assert english.noun("tropical fish", "tropical fish") == ("tropical fish", "tropical fish")
+    assert english.noun("mouse", "mice") == ("mouse", "mice")
+
+
+def test_names_lose_their_colours():
+    assert english.without_colour("green apple") == "apple"
+    assert english.without_colour("large Blue diamond") == "large diamond"
+    assert english.without_colour("orange") == "orange"
+
+
+def test_every_background_has_words():
+    assert set(english.BACKGROUNDS) == set(backgrounds.NAMES)
+
+
+@pytest.mark.parametrize("kind", [*QUESTIONS, *CAPTIONS, *FOLLOW_UPS])
+def test_enough_paraphrases_of_which_some_are_held_out(kind):
+    texts = (QUESTIONS | CAPTIONS | FOLLOW_UPS)[kind]
+    assert len(set(texts.train)) >= 6
+    assert len(set(texts.test)) >= 2
+    assert not set(texts.train) & set(texts.test)
+    assert not set(texts.answers) & set(texts.answers_test)
+
+
+def test_held_out_templates_are_never_trained_on(words, scenes):
+    batch = scenes(1, many=2000)
+    for kind, texts in (QUESTIONS | CAPTIONS).items():
+        seen, unseen = (ask(words, batch, 0, kind, held_out=held_out) for held_out in (False, True))
+        assert seen.template[seen.valid].unique().tolist() == list(range(len(texts.train)))
+        assert unseen.template[unseen.valid].unique().tolist() == [len(texts.train) + i for i in range(len(texts.test))]
+        assert KINDS[seen.kind[0]] == kind
+    for texts in LOOSE.values():
+        assert texts.train and texts.test and not set(texts.train) & set(texts.test)
+
+
+def test_concepts_of_one_name_are_one(words, toy):
+    called = {toy.names[c]: int(words.concept[i]) for i, c in enumerate(toy.concept.tolist())}
+    assert called["green apple"] == called["red apple"]
+    assert toy.kind.count("word") == int(words.is_word[words.concept].sum())  # the word “cat” is no cat
+    assert words.same(torch.tensor(called["dog"]), torch.tensor(called["hot dog"]))
+    assert words.same(torch.tensor(called["bird"]), torch.tensor(called["owl"]))
+    assert not words.same(torch.tensor(called["dog face"]), torch.tensor(called["hot dog"]))
+
+
+def test_only_sprites_in_use_are_asked_about(toy, scenes):
+    used = torch.tensor([i for i, c in enumerate(toy.concept.tolist()) if toy.category[c] == "animal"])
+    words = Words.of(toy, sprites=used)
+    animals = set(words.concept[used].tolist())
+    for kind in ("existence_random", "existence_popular"):
+        said = ask(words, scenes(2, many=500), 0, kind)
+        negative = said[said.valid & (said.label == 0)]
+        texts = words.pieces.read(negative.question)
+        assert len(texts) > 100
+        names = {toy.names[c].removeprefix("black ") for c in toy.concept[used].tolist()}
+        assert all(any(f" {name}" in text for name in names) for text in texts)
+    assert set(words.even.concept.tolist()) == animals
+
+
+def test_impossible_words_are_refused(toy, scenes, words):
+    with pytest.raises(ConfigError, match="1 to 20"):
+        Words.of(toy, objects=40)
+    with pytest.raises(ConfigError, match="objects=8"):
+        ask(Words.of(toy, objects=4), scenes(0, many=2), 0, "colour")
+    with pytest.raises(ConfigError, match="did you mean 'colour'"):
+        ask(words, scenes(0, many=2), 0, "color")

@@ -1,0 +1,86 @@
+"""Pieces one behind the other have the ids of the sentence, or the tokenizer is refused."""
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data.words import DRAFTS, Pieces, TokenTable, ask, longest, train_tokenizer
+from vitrail.errors import TextError
+from vitrail.processing.text import Tokenizer
+
+WORD = st.text(st.sampled_from("abcxyzABé日0189.,?!'\"()[]-:’"), min_size=1, max_size=6)
+TEXT = st.lists(WORD, min_size=1, max_size=3).map(" ".join)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=12), st.data())
+@settings(max_examples=60, deadline=None)
+def test_ids_of_pieces_are_the_ids_of_the_sentence(texts, data):
+    """For whatever words, numbers and marks, as long as pieces begin with a space."""
+    tokenizer = Tokenizer.train(texts * 3, 300 + len(texts))
+    pieces = Pieces()
+    firsts, follows = [pieces.add(t) for t in texts], [0, *(pieces.add(f" {t}") for t in texts)]
+    tokens = pieces.tokenized(tokenizer)
+    row = st.tuples(st.sampled_from(firsts), *[st.sampled_from(follows)] * 5)
+    rows = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=4)))
+    expected = [tokenizer.encode(text) for text in pieces.read(rows)]
+    ids, lengths = tokens.write(rows, max(map(len, expected)) + 2, pad=-1)
+    assert lengths.tolist() == [len(e) for e in expected]
+    assert [[i for i in row if i >= 0] for row in ids.tolist()] == expected
+
+
+@pytest.fixture(scope="module")
+def tokenizer(words):
+    return train_tokenizer(words, 1500)
+
+
+def test_ids_of_every_kind_are_the_tokenizers(words, scenes, tokenizer):
+    tokens, batch = words.pieces.tokenized(tokenizer), scenes(3, many=200)
+    for kind in DRAFTS:
+        said = ask(words, batch, 0, kind)
+        room = longest(words, tokens, [kind])
+        for rows, length in zip((said.question, said.answer), room, strict=True):
+            ids, lengths = tokens.write(rows, length, check=False)
+            assert int(lengths.max()) <= length  # the bound holds
+            for row, n, text in zip(ids.tolist(), lengths.tolist(), words.pieces.read(rows), strict=True):
+                assert row[:n] == tokenizer.encode(text)
+                assert not any(row[n:])
+
+
+def test_pieces_are_whole_tokens_where_the_vocabulary_is_large(words):
+    tokenizer = train_tokenizer(words, 6000, specials=("<|endoftext|>", "<image>"))
+    assert tokenizer.id("<image>") == 1
+    assert len(tokenizer.encode(" elephant")) == 1
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in words.pieces.texts[1:])
+
+
+def test_a_tokenizer_that_merges_over_spaces_is_refused(words):
+    rust = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=3000, special_tokens=["<|endoftext|>"])
+    rust.train_from_iterator(["Is there a dog in the picture?"] * 50, trainer)
+    pieces = Pieces()
+    pieces.rows(["Is there", " a dog", " in the picture?"])
+    with pytest.raises(TextError, match="one behind the other"):
+        pieces.tokenized(Tokenizer(rust))
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text_is_refused():
+    rust = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    rust.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    rust.train_from_iterator(["there is a dog"] * 9, tokenizers.trainers.BpeTrainer(special_tokens=["?"]))
+    pieces = Pieces()
+    pieces.rows(["there is", " a dog"])
+    with pytest.raises(TextError):
+        pieces.tokenized(Tokenizer(rust))
+
+
+def test_what_has_no_room_is_said():
+    tokens = TokenTable([[], [1, 2], [3]])
+    rows = torch.tensor([[1, 0, 2], [2, 0, 0]])
+    ids, lengths = tokens.write(rows, 4, pad=9)
+    assert ids.tolist() == [[1, 2, 3, 9], [3, 9, 9, 9]]
+    with pytest.raises(TextError, match="3 tokens and there is room for 2"):
+        tokens.write(rows, 2)
+    ids, lengths = tokens.write(rows, 2, check=False)
+    assert lengths.tolist() == [3, 1]  # the cut one can be told

@@ -129,7 +129,7 @@ def _chunked(
             if for_hidden:
                 torch.mm(slope, weight, out=d_hidden[rows])
             if for_weight:
-                _add_product(d_weight, slope.T, x)
+                add_product(d_weight, slope.T, x)
     # Rounded to the weight's type once, here, the sum weighs no more than it will as a gradient.
     return value, each, d_hidden, d_weight.to(weight.dtype)
 
@@ -169,7 +169,7 @@ WIDE_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads()
 """Whether this torch has a CUDA product of half-precision factors that is added to a float32 sum unrounded."""
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where the total may be wider than the factors."""
     if total.dtype != a.dtype and total.is_cuda and WIDE_PRODUCT:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)

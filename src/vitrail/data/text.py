@@ -13,7 +13,7 @@ from vitrail.processing.text import Tokenizer
 HELD_OUT = 10  # every tenth stretch of a text is kept for judging
 
 
-class TextConfig(Config):
+class TextConfig(Config, tag="text", tag_field="kind"):
     """Text from files, or the reference of the Python language that lies in every Python (`python-docs`).
 
     `part` says which stretches are read: training reads nine of ten, judging the tenth; no window crosses from one to

@@ -15,10 +15,11 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 def bits(seed: int, index: Tensor, what: str, *shape: int) -> Tensor:
     """(B, …) integers of 32 random bits; `what` names the draw, so that two draws of one sample are independent."""
-    name = int.from_bytes(hashlib.blake2b(f"{seed},{what}".encode(), digest_size=8).digest(), "little", signed=True)
-    cells = torch.arange(1, math.prod(shape) + 1, device=index.device)
-    start = _mixed(index.to(torch.int64)[:, None] * _GOLDEN + name)
-    return (_mixed(start + cells * _GOLDEN) >> 16 & 0xFFFFFFFF).view(len(index), *shape)
+    cells = ~torch.arange(
+        math.prod(shape), device=index.device
+    )  # −1, −2, …: a compiler cannot fold ~, and so not pass 2⁶⁴
+    start = _mixed(index.to(torch.int64)[:, None] * _GOLDEN + _number(seed, what))
+    return (_mixed(start - cells * _GOLDEN) >> 16 & 0xFFFFFFFF).view(len(index), *shape)
 
 
 def pick(seed: int, index: Tensor, what: str, *shape: int, of: int | Tensor) -> Tensor:
@@ -29,6 +30,25 @@ def pick(seed: int, index: Tensor, what: str, *shape: int, of: int | Tensor) -> 
 def uniform(seed: int, index: Tensor, what: str, *shape: int) -> Tensor:
     """(B, …) numbers in [0, 1), float32 with 24 random bits."""
     return (bits(seed, index, what, *shape) >> 8).to(torch.float32) / (1 << 24)
+
+
+def distinct(seed: int, index: Tensor, what: str, count: int, *, of: int | Tensor) -> Tensor:
+    """(B, count) integers in [0, of), all different as far as there are so many; `of` may be (B,)."""
+    drawn, taken = [], ()  # as they come, and in ascending order
+    for k in range(count):
+        left = max(of - k, 1) if isinstance(of, int) else (of - k).clamp(min=1)
+        number = pick(seed, index, f"{what} {k}", of=left)
+        for earlier in taken:
+            number = number + (number >= earlier)
+        drawn.append(number)
+        taken = torch.stack(drawn, 1).sort(1).values.unbind(1)
+    return torch.stack(drawn, 1)
+
+
+@torch.compiler.assume_constant_result  # a compiled function keeps the numbers and not the hashing
+def _number(seed: int, what: str) -> int:
+    """64 bits of a seed and a name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed},{what}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class Colour(NamedTuple):
     rgb: tuple[int, int, int]
 
 
-# Row 0 leaves a sprite as it is; the others tint it: its lightness is kept, its hue is this one.
+# Row 0 leaves a sprite as it is; the others tint it: its shades are kept, its tone and hue become this one's.
 COLOURS = (
     Colour("", (0, 0, 0)),
     Colour("red", (214, 39, 40)),
@@ -35,8 +35,8 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Scenes:
-    """A batch of scenes. A slot's number is its depth: slot 0 lies farthest, higher slots cover lower ones. Filled slots
-    come first. All tensors lie on one device, and all follow from (seed, index)."""
+    """A batch of scenes. A slot's number is its depth: slot 0 lies farthest, higher slots cover lower ones. Filled
+    slots come first. All tensors lie on one device, and all follow from (seed, index)."""
 
     index: Tensor  # (B,) int64      which sample this is
     sprite: Tensor  # (B, O) int64   row of the sprite table; −1 in an empty slot
@@ -73,8 +73,8 @@ class Scenes:
 @dataclass(frozen=True)
 class SpriteTable:
     """What the sprites are, without their pixels. Several sprites (of several vendors) may show one concept; words are
-    about concepts. A rendered word is a sprite of kind "word" whose concept is its text; a frame is something that other
-    things can lie inside."""
+    about concepts. A rendered word is a sprite of kind "word" whose concept is its text; a frame is something that
+    other things can lie inside."""
 
     id: tuple[str, ...]  # "twemoji/1f436", unique
     vendor: tuple[str, ...]

@@ -1,0 +1,199 @@
+"""Scenes → pixels and masks, on the device of the scenes, at any resolution.
+
+Sprites are read between the texels of the level nearest their size and laid one over another, farthest first, in sRGB
+as Pillow and browsers do. All in whole numbers: the pixels of a scene are the same bits on every device and in any
+batch.
+
+There are two ways to the same pixels. "Windows" reads a sprite only where it lies; the host learns the windows' sizes
+once a chunk. "Everywhere" reads every sprite at every pixel: far more work, but nothing waits for the host, and
+`torch.compile` can make it a few kernels.
+
+B scenes, O object slots, H, W pixels, L lines of windows, P pixels of windows.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.data.scenes.backgrounds import backdrop
+from vitrail.data.scenes.lanes import bytes_of, channel, lerp, over, tinted
+from vitrail.data.scenes.scene import GRID, Scenes
+from vitrail.data.scenes.sprites import Atlas
+from vitrail.data.scenes.texture import Texture
+from vitrail.errors import ImageError
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # pixels worked on at once
+_FINE = (4, 3)  # texels a pixel, at least, of the level that is read: between the sharpest and the smoothest
+
+
+class Masks(NamedTuple):
+    """How far each object covers each pixel, 0…255."""
+
+    whole: Tensor  # uint8 (B, O, H, W): as if it were alone
+    visible: Tensor  # uint8 (B, O, H, W): what nearer objects leave of it
+    background: Tensor  # uint8 (B, H, W): what all objects leave; with `visible` it adds up to 255
+
+
+def render(scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True) -> Tensor:
+    """uint8 (B, 3, H, W). `size` is a side or (H, W); `windows` chooses the way."""
+    H, W = _size(size)
+    out = scenes.box.new_empty(len(scenes), 3, H, W, dtype=torch.uint8)
+    for rows, slots in _chunks(scenes, atlas, H, W, windows):
+        canvas = backdrop(scenes.background[rows], H, W)
+        flat = canvas.view(-1)
+        for places, layer in slots:
+            if places is None:
+                canvas = over(layer, canvas)
+            else:
+                flat.scatter_(0, places, over(layer, _take(flat, places)))
+        out[rows] = bytes_of(canvas)
+    return out
+
+
+def masks(scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True) -> Masks:
+    """How far every object, whole or as it is seen, covers every pixel."""
+    H, W = _size(size)
+    B, O = scenes.sprite.shape
+    whole = scenes.box.new_zeros(B, O, H, W, dtype=torch.uint8)
+    for rows, slots in _chunks(scenes, atlas, H, W, windows):
+        for slot, (places, layer) in enumerate(slots):
+            if places is None:
+                whole[rows, slot] = channel(layer, 3)
+            else:
+                part = whole.new_zeros(rows.stop - rows.start, H, W)
+                part.view(-1).scatter_(0, places, channel(layer, 3).byte())
+                whole[rows, slot] = part
+    visible = torch.empty_like(whole)
+    left = whole.new_full((B, H, W), 255, dtype=torch.int32)
+    for slot in reversed(range(O)):  # nearest first
+        taken = (left * whole[:, slot] + 127) // 255
+        visible[:, slot] = taken
+        left = left - taken
+    return Masks(whole, visible, left.byte())
+
+
+def _size(size: int | tuple[int, int]) -> tuple[int, int]:
+    H, W = (size, size) if isinstance(size, int) else size
+    if min(H, W) < 1 or max(H, W) > 8192:
+        raise ImageError(f"a picture of {H} × {W} pixels", "give sides of 1 to 8,192 pixels")
+    return H, W
+
+
+def _chunks(
+    scenes: Scenes, atlas: Atlas, H: int, W: int, windows: bool
+) -> Iterator[tuple[slice, Iterator[tuple[Tensor | None, Tensor]]]]:
+    """Rows of the batch, and their slots from the farthest: (places or None for everywhere, packed layer)."""
+    device = scenes.box.device
+    if device != atlas.table.concept.device:
+        raise ImageError(
+            f"scenes on {device} and an atlas on {atlas.table.concept.device}", "move one with .to(device)"
+        )
+    step = max(1, CHUNK.get(device.type, CHUNK["cuda"]) // (H * W))
+    for start in range(0, len(scenes), step):
+        rows = slice(start, min(start + step, len(scenes)))
+        objects = _Objects(scenes[rows], atlas.texture, atlas.table.aspect, H, W)
+        yield rows, objects.in_windows() if windows else objects.everywhere()
+
+
+class _Axis(NamedTuple):
+    """For every pixel along one side of the picture: which texel of each object it reads."""
+
+    texel: Tensor  # (B, O, pixels): the one before the pixel's centre
+    share: Tensor  # (B, O, pixels): of the one behind it, 0…256
+    low: Tensor  # (B, O): the first pixel of the object's window
+    count: Tensor  # (B, O): the pixels of its window, 0 in an empty slot
+
+    @classmethod
+    def of(cls, low: Tensor, high: Tensor, aspect: Tensor, side: Tensor, pixels: int) -> "_Axis":
+        """From the ends of the boxes (B, O). Beyond a box both texels are in the cell's transparent rim; so they are
+        everywhere in an empty slot."""
+        centre = (2 * torch.arange(pixels, device=low.device) + 1) * GRID  # in 1/(2 · GRID · pixels) of the picture
+        scale = (256 * (side - 2) * aspect)[..., None]
+        along = (centre - 2 * pixels * low[..., None]) * scale
+        at = 128 + along // (2 * pixels * GRID * (high - low).clamp(min=1)[..., None])  # texel centres lie at halves
+        last = side[..., None] - 1
+        at = torch.minimum(at.clamp(min=0), last << 8)
+        texel = torch.minimum(at >> 8, last - 1)
+        # Sampling reaches three half texels beyond the box: what holds its last fraction, and halfway into the next.
+        reach = 3 * (high - low) * pixels * GRID // (2 * (side - 2) * aspect) + 1
+        first = ((low * pixels - reach) // GRID).clamp(min=0)
+        end = -((-high * pixels - reach) // GRID)
+        return cls(texel, at - (texel << 8), first, (end.clamp(max=pixels) - first) * (high > low))
+
+
+class _Objects:
+    """Where the texels of each object lie, and how the picture's lines and columns read them."""
+
+    def __init__(self, scenes: Scenes, texture: Texture, aspect: Tensor, H: int, W: int):
+        sprite, colour = scenes.sprite.clamp(min=0), scenes.colour  # (B, O)
+        x0, y0, x1, y1 = scenes.box.unbind(-1)
+        longest = torch.maximum((x1 - x0) * W, (y1 - y0) * H)  # (B, O), in 1/GRID of a pixel
+        texels, pixels = _FINE
+        level = (longest[..., None] * texels > (texture.side[:-1] - 2) * GRID * pixels).sum(-1)
+        self.shape, self.texels = (len(scenes), H, W), texture.texels
+        self.side = texture.side[level]
+        self.tinted = colour > 0
+        self.start = texture.start[level] + (sprite + self.tinted * len(aspect)) * self.side * self.side
+        self.ink, self.light = texture.ink[colour], texture.light[texture.word[sprite], colour]
+        wide, high = aspect[sprite].unbind(-1)
+        self.x = _Axis.of(x0, x1, wide, self.side, W)
+        self.y = _Axis.of(y0, y1, high, self.side, H)
+
+    def everywhere(self) -> Iterator[tuple[None, Tensor]]:
+        """For each slot (B, H, W) what it shows at every pixel"""
+        for slot in range(self.side.shape[1]):
+            objects = (self.start, self.side, self.ink, self.light, self.tinted)
+            start, side, ink, light, coloured = (t[:, slot, None, None] for t in objects)
+            first = (start + self.y.texel[:, slot, :, None] * side) + self.x.texel[:, slot, None, :]
+            layer = self._read(first, side, self.x.share[:, slot, None, :], self.y.share[:, slot, :, None])
+            yield None, torch.where(coloured, tinted(layer, ink, light), layer)
+
+    def in_windows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each slot (P,) places in the flattened (B, H, W) where its objects lie, and (P,) what they show there"""
+        pixels = self.x.count * self.y.count
+        sizes = torch.stack([self.y.count.sum(0), pixels.sum(0), (pixels * self.tinted).sum(0)], 1)  # (O, 3)
+        for slot, (lines, total, coloured) in enumerate(sizes.tolist()):
+            yield self._window(slot, lines, total, coloured)
+
+    def _window(self, slot: int, lines: int, pixels: int, coloured: int) -> tuple[Tensor, Tensor]:
+        """Windows are cut into lines, and lines into pixels; those of tinted objects come first."""
+        _, H, W = self.shape
+        x, y = (_Axis(*(part[:, slot] for part in axis)) for axis in (self.x, self.y))
+        scene = self.tinted[:, slot].long().argsort(descending=True, stable=True)
+        scene, row = _runs(scene, y.count[scene], y.low[scene], lines)  # (L,)
+        line = torch.arange(lines, device=scene.device)
+        line, column = _runs(line, x.count[scene], x.low[scene], pixels)  # (P,)
+        side, at = self.side[scene, slot], scene * H + row
+        first = self.start[scene, slot] + _take(y.texel, at) * side
+        at_column = _take(scene * W, line) + column
+        layer = self._read(
+            _take(first, line) + _take(x.texel, at_column),
+            _take(side, line),
+            _take(x.share, at_column),
+            _take(_take(y.share, at), line),
+        )
+        if coloured:
+            whose = _take(scene, line[:coloured])
+            layer[:coloured] = tinted(layer[:coloured], self.ink[whose, slot], self.light[whose, slot])
+        return _take(at * W, line) + column, layer
+
+    def _read(self, first: Tensor, side: Tensor, across: Tensor, down: Tensor) -> Tensor:
+        """Between four texels, of which `first` is the upper left."""
+        below = first + side
+        upper = lerp(_take(self.texels, first), _take(self.texels, first + 1), across)
+        lower = lerp(_take(self.texels, below), _take(self.texels, below + 1), across)
+        return lerp(upper, lower, down)
+
+
+def _runs(items: Tensor, counts: Tensor, low: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(n,) → (total,) each item as often as its count says, and beside it low, low + 1, …"""
+    begin = low - counts.cumsum(0) + counts
+    repeated, begin = (t.repeat_interleave(counts, output_size=total) for t in (items, begin))
+    return repeated, torch.arange(total, device=items.device) + begin
+
+
+def _take(values: Tensor, places: Tensor) -> Tensor:
+    """The values at these places of the flattened tensor; several times as fast on a CPU as indexing."""
+    return values.reshape(-1).index_select(0, places.reshape(-1)).view(places.shape)

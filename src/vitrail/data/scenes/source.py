@@ -1,0 +1,102 @@
+"""Scenes as a source of training samples: a sample is a number, and the pictures are made where they are used.
+
+B scenes, O object slots, H, W pixels.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.config import Config
+from vitrail.data.scenes.config import PRESETS, SceneConfig
+from vitrail.data.scenes.layout import Layout
+from vitrail.data.scenes.render import render
+from vitrail.data.scenes.scene import GRID, Scenes
+from vitrail.data.scenes.sprites import Atlas
+from vitrail.errors import ConfigError, nearest
+
+
+class ScenesConfig(Config, tag="scenes", tag_field="kind"):
+    """`atlas` is one of the library ("emoji") or a file. A preset, altered by `scene`, says what is in the scenes."""
+
+    atlas: str
+    preset: str = "plain"
+    scene: dict[str, object] = {}
+    side: int = 64
+    seed: int = 0
+    count: int = 1 << 30  # samples before they repeat
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(f"there are no scenes {self.preset!r}", nearest(self.preset, PRESETS))
+        if self.side < 8 or self.count < 1:
+            raise ConfigError(f"{self.count} scenes of {self.side} pixels", "give at least one, of at least 8 pixels")
+        self.asked()
+
+    def asked(self) -> SceneConfig:
+        return SceneConfig.read(PRESETS[self.preset].plain() | self.scene)
+
+
+class Asked(NamedTuple):
+    """A scene by its number."""
+
+    source: str
+    index: int
+
+
+class Drawn(NamedTuple):
+    scenes: Scenes
+    pixels: Tensor  # (B, 3, H, W) uint8
+
+    @property
+    def boxes(self) -> Tensor:
+        """(B, O, 4) x0 y0 x1 y1 in 0…1"""
+        return self.scenes.box.float() / GRID
+
+
+class SceneSource:
+    """item → `Asked`; `draw` makes the pictures, on whichever device the numbers lie."""
+
+    def __init__(self, config: ScenesConfig, atlas: Atlas, name: str = "scenes"):
+        self.config, self.atlas, self.name = config, atlas, name
+        self._ready: dict[torch.device, tuple[Layout, Atlas]] = {}
+
+    def __len__(self) -> int:
+        return self.config.count
+
+    def __getitem__(self, item: int) -> Asked:
+        if not 0 <= item < len(self):
+            raise IndexError(item)
+        return Asked(self.name, item)
+
+    def only(self, names: Sequence[str]) -> "SceneSource":
+        """The same source with things of these names alone."""
+        table, known = self.atlas.table, set(names)
+        concept = [table.names[c] for c in table.concept.tolist()]
+        kept = [i for i, kind in enumerate(table.kind) if kind != "thing" or concept[i] in known]
+        return SceneSource(self.config, self.atlas.select(kept), self.name)
+
+    def scenes(self, index: Tensor) -> Scenes:
+        """What is where, before a pixel is drawn."""
+        return self._on(index.device)[0](self.config.seed, index)
+
+    def draw(self, index: Tensor) -> Drawn:
+        lay, atlas = self._on(index.device)
+        scenes = lay(self.config.seed, index)
+        return Drawn(scenes, render(scenes, atlas, self.config.side))
+
+    def _on(self, device: torch.device) -> tuple[Layout, Atlas]:
+        if device not in self._ready:
+            atlas = self.atlas.to(device)
+            self._ready[device] = Layout(self.config.asked(), atlas.table, device), atlas
+        return self._ready[device]
+
+
+def by_source(samples: Sequence[Asked]) -> dict[str, Tensor]:
+    """Numbers grouped by the source they belong to: what a batch of scenes is before it is drawn."""
+    found: dict[str, list[int]] = {}
+    for name, index in samples:
+        found.setdefault(name, []).append(index)
+    return {name: torch.tensor(numbers) for name, numbers in found.items()}

@@ -1,0 +1,31 @@
+import pytest
+
+from vitrail.data.scenes.plurals import plural
+
+
+@pytest.mark.parametrize(
+    ("one", "many"),
+    [
+        ("dog", "dogs"),
+        ("dog face", "dog faces"),
+        ("box", "boxes"),
+        ("church", "churches"),
+        ("fly", "flies"),
+        ("key", "keys"),
+        ("wolf", "wolves"),
+        ("kitchen knife", "kitchen knives"),
+        ("snowman", "snowmen"),
+        ("Man", "Men"),
+        ("human", "humans"),
+        ("goldfish", "goldfish"),
+        ("sheep", "sheep"),
+        ("Ox", "Oxen"),
+        ("game die", "game dice"),
+        ("scissors", "scissors"),
+        ("slice of pizza", "slices of pizza"),
+        ("person in bed", "people in bed"),
+        ("", "s"),
+    ],
+)
+def test_plural(one, many):
+    assert plural(one) == many

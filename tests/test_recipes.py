@@ -14,7 +14,7 @@ from vitrail.cli import train as cli
 from vitrail.errors import ConfigError, TrainError
 from vitrail.train.trainer import Trainer
 
-NEEDS_PACKAGE = {"stories-lora"}
+NEEDS_PACKAGE = {"stories-lora", "judge"}
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,29 @@ from torch import nn
 
 from vitrail import hub
 from vitrail.config import Config
+from vitrail.data.scenes.library import open_atlas
+from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.errors import ConfigError
 from vitrail.hub.families import MODELS
 from vitrail.processing.text import Tokenizer
+from vitrail.tasks.detect import DetectTask
 from vitrail.tasks.text import TextTask
 from vitrail.train import distributed
 from vitrail.train.lora import LoRAConfig, add_lora, merge
 from vitrail.train.optim import group_parameters
 from vitrail.train.schedule import Constant
 from vitrail.train.stage import StageConfig, choose_trainable
+from vitrail.train.task import Task
 from vitrail.train.trainer import Trainer
 
-TASKS = {"text": TextTask}
+Sources = dict[str, Any]
+
+TASKS: dict[str, Callable[[Any, Sources], Task]] = {
+    "text": lambda model, sources: TextTask(model),
+    "detect": DetectTask,
+}
+"""A stage's task, from the model and the sources its samples come from."""
 
 
 class ModelPart(Config):
@@ -54,9 +64,9 @@ class Recipe(Config):
     name: str
     says: str
     model: ModelPart
-    tokenizer: TokenizerPart
-    sources: dict[str, TextConfig]
+    sources: dict[str, TextConfig | ScenesConfig]
     stages: tuple[StageConfig, ...]
+    tokenizer: TokenizerPart | None = None
     seed: int = 0
     lora: LoRAConfig | None = None
 
@@ -76,6 +86,8 @@ class Recipe(Config):
                             f"stages[{i}].{key} names {source!r}, which is no source",
                             f"sources: {', '.join(self.sources)}",
                         )
+        if self.tokenizer is None and any(isinstance(source, TextConfig) for source in self.sources.values()):
+            raise ConfigError(f"recipe {self.name!r} reads text and has no tokenizer", "add a [tokenizer] table")
         if self.model.kind not in MODELS:
             raise ConfigError(f"model.kind is {self.model.kind!r}", f"known: {', '.join(MODELS)}")
         if self.model.config is not None:
@@ -89,7 +101,7 @@ class Recipe(Config):
 
     def _check_parts(self, config: Any) -> None:
         """What needs the model's names is checked on one without weights."""
-        _check_vocabulary(config, self.tokenizer.train or 0)
+        _check_vocabulary(config, 0 if self.tokenizer is None else self.tokenizer.train or 0)
         with torch.device("meta"):
             model = MODELS[self.model.kind][1](config)
         if self.lora is not None:
@@ -175,7 +187,8 @@ def identity(recipe: Recipe) -> str:
 def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool = False) -> nn.Module:
     """Run every stage in turn; the end's weights are in out/final. The same call goes on where it stopped.
 
-    Under torchrun the processes share the work, and any number of them can go on with what others began.
+    Under torchrun the processes share the work, and any number of them can go on with what others began; the model that
+    comes back is whole in the first of them, and in shards in the others.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
@@ -184,36 +197,52 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
             _tokenizer(recipe, out)
         distributed.wait()
         words = _tokenizer(recipe, out)
-        sources = {name: TextWindows(config, words) for name, config in recipe.sources.items()}
+        sources: Sources = {name: _source(name, config, words) for name, config in recipe.sources.items()}
         model = _model(recipe, words)
         more = {"seed": recipe.seed, "device": device, "identity": identity(recipe), "quiet": quiet}
         for stage in recipe.stages:
-            Trainer(stage, TASKS[stage.task](model), sources, out / stage.name, **more).train()
-            if distributed.size() > 1:  # the next stage shares the weights out anew
-                state = distributed.gathered(model.state_dict())
-                model = _model(recipe, words)
-                model.load_state_dict(state)
-        if recipe.lora is not None:
-            merge(model)
+            task = TASKS[stage.task](model, _named(sources, stage))
+            Trainer(stage, task, sources, out / stage.name, **more).train()
+            if distributed.size() > 1:  # the next stage shares the weights out anew; the end is for one alone
+                wanted = stage is not recipe.stages[-1] or distributed.rank() == 0
+                whole = _model(recipe, words) if wanted else None
+                distributed.put_together(model, whole)
+                model = model if whole is None else whole
         if distributed.rank() == 0:
+            if recipe.lora is not None:
+                merge(model)
             hub.save(model, out / "final", words)
         distributed.wait()
     return model
 
 
-def _tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
+def _tokenizer(recipe: Recipe, out: Path) -> Tokenizer | None:
     part = recipe.tokenizer
+    if part is None:
+        return None
     if part.start is not None:
         return hub.tokenizer(part.start)
     kept = out / "tokenizer"
     if not (kept / "tokenizer.json").exists():
-        texts = [read_text(config) for config in recipe.sources.values() if config.part == "train"]
+        sources = [source for source in recipe.sources.values() if isinstance(source, TextConfig)]
         assert part.train is not None
-        Tokenizer.train(texts, part.train).save(kept)
+        Tokenizer.train([read_text(source) for source in sources if source.part == "train"], part.train).save(kept)
     return Tokenizer.load(kept)
 
 
-def _model(recipe: Recipe, words: Tokenizer) -> Any:
+def _source(name: str, config: TextConfig | ScenesConfig, words: Tokenizer | None) -> Any:
+    if isinstance(config, ScenesConfig):
+        return SceneSource(config, open_atlas(config.atlas), name)
+    assert words is not None
+    return TextWindows(config, words)
+
+
+def _named(sources: Sources, stage: StageConfig) -> Sources:
+    """The sources a stage reads."""
+    return {name: sources[name] for name in (*stage.mixture.weights, *stage.judge)}
+
+
+def _model(recipe: Recipe, words: Tokenizer | None) -> Any:
     """The model as a stage finds it: from its start or its seed, with adapters where the recipe has them."""
     torch.manual_seed(recipe.seed)
     part = recipe.model
@@ -221,7 +250,8 @@ def _model(recipe: Recipe, words: Tokenizer) -> Any:
         model = hub.load(part.start, dtype=torch.float32)
     else:
         model = MODELS[part.kind][1](recipe.model_config())
-    _check_vocabulary(model.config, words.size)
+    if words is not None:
+        _check_vocabulary(model.config, words.size)
     return model if recipe.lora is None else add_lora(model, recipe.lora)
 
 

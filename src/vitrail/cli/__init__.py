@@ -20,6 +20,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "data": Command(
+        "vitrail.cli.data:app",
+        "List, fetch and show data sets, and make scenes whose truth is known.",
+        "vitrail data show crowded --out crowded.png",
+    ),
     "grid": Command(
         "vitrail.cli.grid:grid",
         "Show how a picture is cut into tokens under every resolution policy.",

@@ -1,5 +1,6 @@
-"""`vitrail data`: where pictures come from, and fetching them."""
+"""`vitrail data`: where pictures come from, fetching them, showing them, and making scenes."""
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -9,8 +10,8 @@ from vitrail.data.sources import get as fetch
 
 app = App(
     name="data",
-    help="List the sources of pictures, and fetch them.",
-    help_epilogue="Example: vitrail data get twemoji openmoji",
+    help="List the sources of pictures, fetch them, show any data set as one picture, and make scenes.",
+    help_epilogue="Example: vitrail data show crowded --out crowded.png",
 )
 
 
@@ -39,3 +40,99 @@ def get(names: Annotated[list[str], Parameter(negative="")], /) -> None:
     """
     for name in names:
         print(fetch(name))
+
+
+@app.command(help_epilogue="Example: vitrail data show crowded --out crowded.png")
+def show(
+    what: str,
+    /,
+    *,
+    out: Path = Path("out/data.png"),
+    count: int = 24,
+    seed: int = 0,
+    side: int = 192,
+    atlas: str = "emoji",
+) -> None:
+    """Draw a contact sheet of a data set: some of its pictures, with their words and boxes.
+
+    Parameters
+    ----------
+    what
+        A source (`vitrail data list`), scenes by their preset (plain, relations, inside, counting, counting-more,
+        colours, small, crowded, words, drawing, mixed), shards ("train-{000..009}.tar"), or a file or folder in any
+        format that is read: LLaVA, COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
+    out
+        The picture to write.
+    count
+        Samples on the sheet.
+    seed
+        Which samples: another seed shows others.
+    side
+        Pixels of a scene's side.
+    atlas
+        Sprites that scenes are made of: emoji, or a .safetensors file.
+    """
+    from vitrail.show.data import draw_data
+    from vitrail.show.style import check_picture, save_picture
+
+    check_picture(out)
+    save_picture(draw_data(what, count=count, seed=seed, side=side, atlas=atlas), out)
+    print(out)
+
+
+@app.command(help_epilogue="Example: vitrail data make crowded --out scenes --count 10000 --side 128")
+def make(
+    preset: str,
+    /,
+    *,
+    out: Path,
+    count: int = 1000,
+    side: int = 128,
+    seed: int = 0,
+    start: int = 0,
+    questions: int = 6,
+    held_out: bool = False,
+    vendors: Annotated[list[str] | None, Parameter(negative="")] = None,
+    atlas: str = "emoji",
+) -> None:
+    """Write scenes as WebDataset shards: pictures, captions, and as JSON every box, name, colour, question and answer.
+
+    Prints what can be had of the questions without looking: the majority and the blind baseline, by kind. Called again
+    with the same settings, it goes on where it stopped.
+
+    Parameters
+    ----------
+    preset
+        plain, relations, inside, counting, counting-more, colours, small, crowded, words, drawing or mixed.
+    out
+        Folder for the shards.
+    count
+        Scenes.
+    side
+        Pixels of a side.
+    seed
+        Of the scenes; other seeds share none.
+    start
+        Number of the first scene.
+    questions
+        Questions a scene, of different kinds.
+    held_out
+        Speak in paraphrases that training never uses.
+    vendors
+        Whose sprites; all unless said. May be repeated.
+    atlas
+        Sprites: emoji, or a .safetensors file.
+    """
+    from vitrail.data.scenes.library import open_atlas
+    from vitrail.data.scenes.source import ScenesConfig, SceneSource
+    from vitrail.data.shards import write_shards
+    from vitrail.data.told import Teller
+    from vitrail.data.words import table
+
+    scene: dict[str, object] = {"vendors": vendors} if vendors else {}
+    config = ScenesConfig(atlas=atlas, preset=preset, scene=scene, side=side, seed=seed)
+    teller = Teller(SceneSource(config, open_atlas(atlas)), questions=questions, held_out=held_out)
+    shards = write_shards((told.sample() for told in teller.told(start, start + count)), out, name=preset)
+    print(f"{count:,} scenes in {len(shards)} shards: {out}")
+    print(f"\nwithout looking, over {max(count, 2000):,} scenes:")
+    print(table(teller.baselines(start, start + max(count, 2000))))

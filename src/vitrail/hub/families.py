@@ -5,9 +5,11 @@ from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
+from vitrail.models.detector import Detector, DetectorConfig
 
 MODELS: dict[str, tuple[type, type]] = {
     "decoder": (DecoderConfig, Decoder),
+    "detector": (DetectorConfig, Detector),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""

@@ -1,0 +1,123 @@
+"""Scenes with all that is true of them, in plain values: what a data set of scenes writes, and what a sheet shows.
+
+B scenes
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vitrail.data.scenes import backgrounds
+from vitrail.data.scenes.scene import COLOURS, GRID
+from vitrail.data.scenes.source import SceneSource
+from vitrail.data.words import DRAFTS, KINDS, Baseline, Said, Words, ask_several, balanced, baselines, preference, swap
+from vitrail.data.words.templates import SWAPS
+
+QUESTIONS = tuple(kind for kind in DRAFTS if not kind.startswith("caption"))
+BATCH = 256
+FITTED = 4096  # scenes that the balance of answers is fitted to
+
+_BEHIND = {
+    "flat": "a plain wall",
+    "gradient": "a wall that fades",
+    "stripes": "stripes",
+    "checks": "a chequered wall",
+    "noise": "mottled paper",
+    "photo": "a blurred landscape",
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """A scene: its picture and its truth."""
+
+    key: str
+    pixels: Any  # uint8 (H, W, 3)
+    truth: dict[str, Any]
+
+    def sample(self) -> dict[str, Any]:
+        """As a shard holds it."""
+        return {"__key__": self.key, "png": self.pixels, "txt": self.truth["caption"], "json": self.truth}
+
+
+class Teller:
+    """Tells the scenes of a source by number. Answers are balanced over scenes like these; `held_out` speaks in
+    paraphrases that training never uses."""
+
+    def __init__(self, source: SceneSource, *, questions: int = 6, held_out: bool = False):
+        self.source, self.questions, self.held_out = source, questions, held_out
+        asked = source.config.asked()
+        table = source.atlas.table
+        words = Words.of(table, objects=max(asked.objects[1], asked.slots), backgrounds=_named_backgrounds())
+        # Fitted to scenes that no training sample is, counted back from the last.
+        last = torch.arange(source.config.count - 1, max(-1, source.config.count - 1 - FITTED), -1)
+        self.words = balanced(words, source.scenes(last))
+
+    def told(self, start: int, stop: int) -> Iterator[Told]:
+        for first in range(start, stop, BATCH):
+            yield from self._batch(torch.arange(first, min(first + BATCH, stop)))
+
+    def asked(self, start: int, stop: int) -> Said:
+        """The questions of these scenes as tensors."""
+        return self._ask(self.source.scenes(torch.arange(start, stop)), QUESTIONS, self.questions)
+
+    def baselines(self, start: int, stop: int) -> list[Baseline]:
+        """What can be had of these scenes' questions without looking."""
+        scenes = self.source.scenes(torch.arange(start, stop))
+        return baselines(self._ask(scenes, QUESTIONS, len(QUESTIONS)))
+
+    def _ask(self, scenes: Any, kinds: tuple[str, ...], n: int) -> Said:
+        return ask_several(self.words, scenes, self.source.config.seed, kinds, n, held_out=self.held_out)
+
+    def _batch(self, index: torch.Tensor) -> Iterator[Told]:
+        drawn = self.source.draw(index)
+        scenes, seed, read = drawn.scenes, self.source.config.seed, self.words.pieces.read
+        short, long = (read(self._ask(scenes, (kind,), 1).answer) for kind in ("caption_short", "caption_long"))
+        said = self._ask(scenes, QUESTIONS, self.questions)
+        questions, answers = read(said.question), read(said.answer)
+        pair = preference(self.words, scenes, seed, held_out=self.held_out)
+        swaps = {sort: swap(self.words, scenes, seed, sort) for sort in SWAPS}
+        pixels = drawn.pixels.permute(0, 2, 3, 1).numpy()
+        n = self.questions
+        for b in range(len(index)):
+            rows = [i for i in range(b * n, (b + 1) * n) if said.valid[i]]
+            truth: dict[str, Any] = {
+                "objects": self._objects(scenes[b : b + 1]),
+                "caption": short[b],
+                "description": long[b],
+                "questions": [
+                    {"kind": KINDS[int(said.kind[i])], "question": questions[i], "answer": answers[i]} for i in rows
+                ],
+            }
+            if pair.valid[b]:
+                chosen, rejected = (read(x[b : b + 1])[0] for x in (pair.true, pair.false))
+                truth["preference"] = {"chosen": chosen, "rejected": rejected}
+            for sort, each in swaps.items():
+                if each.valid[b]:
+                    true, false = (read(x[b : b + 1])[0] for x in (each.true, each.false))
+                    truth.setdefault("swaps", []).append({"sort": sort, "true": true, "false": false})
+            yield Told(f"{int(index[b]):010}", pixels[b], truth)
+
+    def _objects(self, scene: Any) -> list[dict[str, Any]]:
+        """From the farthest to the nearest."""
+        table = self.source.atlas.table
+        found = []
+        for slot in range(int(scene.count)):
+            row = int(scene.sprite[0, slot])
+            found.append(
+                {
+                    "name": table.names[int(table.concept[row])],
+                    "sprite": table.id[row],
+                    "kind": table.kind[row],
+                    "colour": COLOURS[int(scene.colour[0, slot])].name,
+                    "box": [int(x) / GRID for x in scene.box[0, slot]],
+                    "inside": int(scene.inside[0, slot]),
+                }
+            )
+        return found
+
+
+def _named_backgrounds() -> list[str]:
+    return [_BEHIND[name] for name in backgrounds.NAMES]

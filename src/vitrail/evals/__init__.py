@@ -1,0 +1,1 @@
+"""Measuring what models can do: judges, metrics and suites."""

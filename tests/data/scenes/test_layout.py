@@ -103,7 +103,7 @@ def test_enough_of_every_box_stays_visible_where_all_overlap(atlas):
     config = SceneConfig(objects=(8, 8), sizes=(0.3, 0.33), overlap=0.6, visible=0.6)
     scenes = layout(config, atlas.table, 0, torch.arange(300))
     shares = [uncovered(boxes, slot) for boxes in scenes.box.tolist() for slot in range(8)]
-    assert 0.598 <= min(shares) < 0.7 and sum(share < 1 for share in shares) > 1000
+    assert 0.598 <= min(shares) < 0.7 and sum(share < 1 for share in shares) > 500
 
 
 @pytest.mark.parametrize("name", PRESETS)

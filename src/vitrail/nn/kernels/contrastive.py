@@ -295,9 +295,9 @@ def _finished(
 
 
 def sides(u: Tensor) -> tuple[int, int]:
-    """Rows and columns between two products: so many that few of the products' tiles are idle in the last wave, and so
-    few that their slopes take a quarter of a GiB."""
-    return (64, 64) if INTERPRETED else (16384, 8192)
+    """Rows and columns between two products: the most whose slopes take half a GiB. With fewer, much of the last wave
+    of the products' tiles is idle, and small work between the tiles tells."""
+    return (64, 64) if INTERPRETED else (16384, 16384)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""Any data set as one picture."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.scenes.conftest import drawn
+from vitrail.cli.data import app
+from vitrail.data.scenes.frames import frame_sprites
+from vitrail.data.scenes.letters import BUILT_IN, word_sprites
+from vitrail.data.scenes.sprites import Atlas
+from vitrail.errors import VitrailError
+from vitrail.show.data import draw_data
+
+TEXTS = ["tea", "red", "ten", "sun", "map", "fox", "two", "ice", "bird"]
+
+
+@pytest.fixture(scope="module")
+def atlas(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("atlas") / "shapes.safetensors"
+    Atlas.build(
+        [
+            *drawn(),
+            *frame_sprites(),
+            *word_sprites(TEXTS, BUILT_IN[:1]),
+        ]
+    ).save(path)
+    return str(path)
+
+
+def run(*words: str) -> None:
+    app(list(words), result_action="return_value")
+
+
+def test_scenes_are_made_and_shown(atlas, tmp_path, capsys):
+    run("make", "crowded", "--out", str(tmp_path / "made"), "--count", "8", "--side", "32", "--atlas", atlas)
+    said = capsys.readouterr().out
+    assert "8 scenes in 1 shards" in said and "existence_random" in said and "blind" in said
+    for what in ("crowded", str(tmp_path / "made" / "*.tar"), str(tmp_path / "made" / "crowded-000000.tar")):
+        run("show", what, "--out", str(tmp_path / "sheet.png"), "--count", "4", "--atlas", atlas, "--side", "64")
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            assert min(sheet.size) > 150
+    run("make", "crowded", "--out", str(tmp_path / "made"), "--count", "8", "--side", "32", "--atlas", atlas)
+    assert len(list((tmp_path / "made").glob("*.tar"))) == 1  # it was there
+
+
+def test_formats_are_shown_and_what_is_broken_is_named_in_its_place(tmp_path):
+    for i in range(3):
+        Image.fromarray(np.full((40, 60, 3), 60 * i, np.uint8)).save(tmp_path / f"{i}.png")
+    (tmp_path / "2.png").write_bytes(b"not a picture")
+    images = [{"id": i, "file_name": f"{i}.png", "width": 60, "height": 40} for i in range(3)]
+    things = [{"id": i, "image_id": i, "category_id": 1, "bbox": [5, 5, 20, 20], "area": 400, "iscrowd": 0,
+               "segmentation": []} for i in range(3)]  # fmt: skip
+    file = {"images": images, "annotations": things, "categories": [{"id": 1, "name": "cat"}]}
+    (tmp_path / "coco.json").write_text(json.dumps(file))
+    sheet = draw_data(str(tmp_path / "coco.json"))
+    assert sheet.width > 200 and np.asarray(sheet).std() > 10
+    assert draw_data(str(tmp_path)).width > 100
+
+
+def test_unknown_data_is_refused_with_the_nearest_name(tmp_path):
+    with pytest.raises(VitrailError, match=r"crowdd.*\n.*crowded"):
+        draw_data("crowdd")
+    with pytest.raises(VitrailError, match="no kind of picture"):
+        run("show", "crowded", "--out", str(tmp_path / "sheet.doc"))
+    with pytest.raises(VitrailError, match="no atlas"):
+        draw_data("crowded", atlas="emojy")

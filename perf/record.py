@@ -51,10 +51,13 @@ def _commit() -> str:
     """The commit measured, "-dirty" where files differ; a machine without the history is told it by COMMIT."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
-    out = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return out.stdout.strip() or "unknown"
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "perf/*.py")  # new files too, which `describe --dirty` ignores
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def _hash(path: Path) -> str:

@@ -48,8 +48,8 @@ def _kernels() -> ModuleType | None:
 def siglip(
     u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs, sums: Sums, tile: int | None = None
 ) -> Tensor:
-    """→ the summed loss and the summed slopes (2,) in float64; adds to `sums`."""
-    by, total = maker(u), torch.zeros(2, dtype=torch.float64, device=u.device)
+    """→ the sums (3,) that `tiles.siglip` gives, in float64; adds to `sums`."""
+    by, total = maker(u), torch.zeros(3, dtype=torch.float64, device=u.device)
     room = _room(u, v, sums, tile)
     for i, j in _cut(u, v, tile):
         a, b = u[i], v[j]

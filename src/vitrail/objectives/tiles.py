@@ -45,14 +45,15 @@ def room(n: int, m: int, like: Tensor) -> None:
 def siglip(
     u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """→ slopes (n, m); the summed loss and the summed slopes (2,)"""
-    x, signs = logits(u, v, scale) + bias, _signs(pairs, u, v)
+    """→ slopes (n, m); sums (3,) of the loss, of the slopes, and of the slopes times u·v"""
+    z, signs = logits(u, v, torch.ones_like(scale)), _signs(pairs, u, v)
+    x = scale * z + bias
     if signs is not None:
         x = torch.where(signs > 0, -x, x).masked_fill_(signs == 0, -torch.inf)
     G = x.sigmoid()
     if signs is not None:
         G = torch.where(signs > 0, -G, G)
-    return G, torch.stack([softplus(x).sum(dtype=torch.float64), G.sum(dtype=torch.float64)])
+    return G, torch.stack([part.sum(dtype=torch.float64) for part in (softplus(x), G, G * z)])
 
 
 def stats(u: Tensor, v: Tensor, scale: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ def run_siglip(batch: Batch, pairs: Pairs, meeting: Meeting, tile: int | None) -
     assert batch.bias is not None
     u, v, scale = _ready(batch)
     bias = batch.bias.to(scale).view(())
-    total = torch.zeros(2, dtype=torch.float64, device=u.device)  # the loss and its slope in the bias
+    total = torch.zeros(3, dtype=torch.float64, device=u.device)  # the loss, its slope in the bias, and in the scale
     d_u, d_v = _nothing(batch, u, v)
 
     def see(first: int, given: list[Tensor], kept: list[Tensor]) -> None:
@@ -88,10 +88,12 @@ def run_siglip(batch: Batch, pairs: Pairs, meeting: Meeting, tile: int | None) -
     if not pairs.labelled:
         x = scale * sweep.maker(u).dots(u, v) + bias
         own = -torch.sigmoid(-x)
-        total += torch.stack([softplus(-x).sum(dtype=torch.float64), own.sum(dtype=torch.float64)])
+        total[:2] += torch.stack([softplus(-x).sum(dtype=torch.float64), own.sum(dtype=torch.float64)])
     counted = meeting.total(pairs.counted(len(u), u.device)).clamp_min(1).double()
     total /= counted
     gradients = _gradients(batch, u, v, (d_u, d_v), own, scale, meeting.weight / counted)
+    if batch.for_scale and pairs.labelled:  # summed before slopes are rounded: positives and negatives nearly cancel
+        gradients = gradients._replace(scale=(total[2] * meeting.weight).to(batch.scale.dtype).view(batch.scale.shape))
     if batch.for_bias:
         gradients = gradients._replace(bias=(total[1] * meeting.weight).to(batch.bias.dtype).view(batch.bias.shape))
     return meeting.total(total[0]).to(wide(u)), gradients

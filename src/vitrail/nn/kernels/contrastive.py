@@ -241,7 +241,8 @@ def _siglip(
     tiles = tl.cdiv(N, BM) * tl.cdiv(M, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=STAY):
         i, j = _place(tile, N, M, BM, BN, GROUP)
-        x = _products(u, v, i, j, D, BM, BN, BK) * factor + bias
+        z = _products(u, v, i, j, D, BM, BN, BK)
+        x = z * factor + bias
         if LABELS == DIAGONAL:
             if not _clear(i, j, N, M, shift, BM, BN):
                 _, negative = _kinds(i, j, rows_ptr, columns_ptr, table_ptr, stride, N, M, shift, LABELS, BM, BN)
@@ -260,6 +261,7 @@ def _siglip(
             g = tl.where(x > 0, 1.0, e) * _reciprocal(1.0 + e)
         if LABELS != DIAGONAL:
             g = tl.where(positive, -g, g)
+            tl.store(sums_out + 2 * tiles + tile, tl.sum(tl.sum(g * z, 1), 0))
         tl.store(sums_out + tile, loss)
         tl.store(sums_out + tiles + tile, tl.sum(tl.sum(g, 1), 0))
         if WRITE:
@@ -315,10 +317,10 @@ def room(n: int, m: int, like: Tensor) -> Tensor:
 def siglip(
     u: Tensor, v: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs, out: Tensor | None, shape: Shape | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """→ the slopes in `out` (N, M), if it is given; the summed loss and the summed slopes (2,)"""
+    """→ the slopes in `out` (N, M), if it is given; sums (3,) as in `objectives.tiles`, the last with labels alone"""
     shape = shape or _shape(pairs, SIGLIP)
     tiles = triton.cdiv(len(u), shape.m) * triton.cdiv(len(v), shape.n)
-    sums = torch.empty(2, tiles, device=u.device)
+    sums = torch.zeros(3, tiles, device=u.device)
     target = u if out is None else TensorDescriptor.from_tensor(out, [shape.m, shape.n])
     _launch(_siglip, shape, u, v, pairs, (target, scale, bias), (sums,), WRITE=out is not None)
     return out, sums.sum(1, dtype=torch.float64)

@@ -42,22 +42,15 @@ def test_draws_lie_in_their_range_and_spread():
 
 @given(st.integers(1, 9), st.integers(0, 5))
 def test_distinct_numbers_differ_and_reach_all(count, spare):
-    numbers = distinct(count + spare, bits(3, torch.arange(200), "numbers", count))
+    numbers = distinct(3, torch.arange(200), "numbers", count, of=count + spare)
     assert numbers.shape == (200, count)
     assert numbers.min() >= 0 and numbers.max() < count + spare
     assert all(len(set(row)) == count for row in numbers.tolist())
     assert set(numbers[:, 0].tolist()) == set(range(count + spare))
 
 
-def test_distinct_numbers_are_even():
-    numbers = distinct(5, bits(0, torch.arange(20_000), "numbers", 3))
-    pairs = (numbers[:, 0] * 5 + numbers[:, 2]).bincount(minlength=25).view(5, 5)
-    assert not pairs.diagonal().any()
-    assert (pairs[~torch.eye(5, dtype=torch.bool)] - 1000).abs().max() < 160  # five deviations
-
-
 def test_distinct_numbers_of_several_ranges():
     of = torch.tensor([4, 9, 16]).repeat(50)
-    numbers = distinct(of, bits(0, torch.arange(150), "cells", 4))
+    numbers = distinct(0, torch.arange(150), "cells", 4, of=of)
     assert (numbers < of[:, None]).all()
     assert all(len(set(row)) == 4 for row in numbers.tolist())

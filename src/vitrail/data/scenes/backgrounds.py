@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.scenes.chance import below, bits, happens
+from vitrail.data.scenes.chance import pick
 from vitrail.data.scenes.lanes import lerp, pack
 
 N = 16
@@ -38,15 +38,13 @@ NAMES = tuple(kind.name for kind in KINDS)
 
 def backdrop(background: Tensor, H: int, W: int) -> Tensor:
     """(B,) → (B, H, W) packed, opaque"""
-    drawn = bits(0, background, "background", N * N + 25 + 13)
-    fine, coarse, few = drawn.split([N * N, 25, 13], 1)
     kind = background % len(KINDS)
     least, most, curve = (_of(kind, values) for values in zip(*((*k.cells, k.curve) for k in KINDS), strict=True))
-    cells = least + below(most - least + 1, few[:, 0])
-    colours = _lattice(kind, cells, below(257, fine).view(-1, N, N), below(257, coarse).view(-1, 5, 5), few[:, 1:])
+    cells = least + pick(0, background, "cells", of=(most - least + 1))
+    colours = _lattice(background, kind, cells)  # (B, N, N)
     (row, down), (column, across) = (_places(cells, curve, n) for n in (H, W))  # (B, H) each, (B, W) each
-    above, beneath = (colours.gather(1, (row + i)[:, :, None].expand(-1, -1, N)) for i in (0, 1))
-    lines = lerp(above, beneath, down[:, :, None])  # (B, H, N)
+    above, below = (colours.gather(1, (row + i)[:, :, None].expand(-1, -1, N)) for i in (0, 1))
+    lines = lerp(above, below, down[:, :, None])  # (B, H, N)
     left, right = (lines.gather(2, (column + i)[:, None, :].expand(-1, H, -1)) for i in (0, 1))
     return lerp(left, right, across[:, None, :])
 
@@ -61,53 +59,48 @@ def _places(cells: Tensor, curve: Tensor, pixels: int) -> tuple[Tensor, Tensor]:
     return at >> 8, torch.where(curve == _SMOOTH, smooth, torch.where(curve == _SHARP, sharp, share))
 
 
-def _lattice(kind: Tensor, cells: Tensor, fine: Tensor, coarse: Tensor, few: Tensor) -> Tensor:
-    """(B,) kinds and cells, noise of 0…256 at (B, N, N) and (B, 5, 5) points, (B, 12) draws → (B, N, N) packed"""
+def _lattice(background: Tensor, kind: Tensor, cells: Tensor) -> Tensor:
+    """(B,) → (B, N, N) packed colours"""
     kind, cells = kind[:, None, None], cells[:, None, None]
-    i = torch.arange(N, device=kind.device)
-    y, x = i[:, None], i
-    turned = happens(0.5, few[:, 0, None, None])
-    down, along = (below(257, few[:, k, None, None]) for k in (1, 2))  # the gradient's direction
-    fields = (
-        torch.zeros_like(fine),
-        (y * down + x * along) * 256 // (cells * (down + along).clamp(min=1)),
-        (torch.where(turned, y, x) & 1) << 8,
-        (y + x & 1) << 8,
-        fine,
-        (y * 256 // cells * 2 + _stretched(coarse) * 5 + fine - 512) // 4,  # 128 in the mean, and often beyond 0…256
-    )
-    field = torch.zeros_like(fine)
-    for number, values in enumerate(fields):
-        field = torch.where(kind == number, values, field)
-    field = field.clamp(0, 256)
-    first, second, third = _palette(few[:, 3:])[:, :, None, None]
+    i = torch.arange(N, device=background.device)
+    y, x = i[:, None].expand(N, N), i.expand(N, N)
+    turned = pick(0, background, "turned", 1, 1, of=2)
+    slope = pick(0, background, "slope", 1, 2, of=257)  # of the gradient, down and across
+    fine = pick(0, background, "fine", N, N, of=257)
+    coarse = _stretched(pick(0, background, "coarse", 5, 5, of=257))
+    run = slope[:, :, :1] + slope[:, :, 1:]
+    gradient = (y * slope[:, :, :1] + x * slope[:, :, 1:]) * 256 // (cells * run.clamp(min=1))
+    stripes = (torch.where(turned == 0, y, x) & 1) << 8
+    checks = (y + x & 1) << 8
+    photo = (y * 256 // cells * 2 + coarse * 5 + fine - 512) // 4  # 128 in the mean, and often beyond 0…256
+    fields = (torch.zeros_like(fine), gradient, stripes.expand_as(fine), checks.expand_as(fine), fine, photo)
+    field = torch.stack([f.expand_as(fine) for f in fields]).gather(0, kind[None].expand(1, -1, N, N))[0].clamp(0, 256)
+    first, second, third = _palette(background)[:, :, None, None]
     # The photograph goes through three colours, all else from the first to the second.
-    near, far = lerp(first, second, field), lerp(second, third, field)
-    return torch.where(kind == NAMES.index("photo"), lerp(near, far, field), near)
+    two, three = lerp(first, second, field), lerp(lerp(first, second, field), lerp(second, third, field), field)
+    return torch.where(kind == NAMES.index("photo"), three, two)
 
 
 def _stretched(points: Tensor) -> Tensor:
     """(B, 5, 5) → (B, N, N): straight between points that lie four apart"""
-    share = torch.arange(4, device=points.device)
     for axis in (1, 2):
-        before, behind = (points.narrow(axis, k, 4).unsqueeze(axis + 1) for k in (0, 1))
-        along = share.view(4, 1) if axis == 1 else share
-        points = ((before * (4 - along) + behind * along) // 4).flatten(axis, axis + 1)
+        before, behind = points.narrow(axis, 0, 4), points.narrow(axis, 1, 4)
+        steps = [(before * (4 - k) + behind * k) // 4 for k in range(4)]
+        points = torch.stack(steps, axis + 1).flatten(axis, axis + 1)
     return points
 
 
-def _palette(drawn: Tensor) -> Tensor:
-    """(B, 9) → (3, B) packed: three muted colours, the second and third each a step of lightness from the one before"""
-    colour = 60 + below(160, drawn[:, :1]) + below(81, drawn[:, 1:4]) - 40  # (B, 3)
-    steps = 24 + below(48, drawn[:, 4:6])  # always some contrast
-    shifts = below(41, drawn[:, 6:9]) - 20  # of hue
-    colours = [colour]
+def _palette(background: Tensor) -> Tensor:
+    """(B,) → (3, B) packed: three muted colours, the second and third each a step of lightness from the one before"""
+    lightness = 60 + pick(0, background, "lightness", 1, of=160)
+    hue = pick(0, background, "hue", 3, of=81) - 40
+    step = 24 + pick(0, background, "step", 2, of=48)  # always some contrast, in a direction that has room
+    colours = [lightness + hue]
     for k in range(2):
-        away = torch.where(colour.sum(1, keepdim=True) > 420, -1, 1)  # in a direction that has room
-        colour = colour + away * steps[:, k : k + 1] + shifts * (1 - 2 * k)
-        colours.append(colour)
-    rgb = torch.stack(colours, 1).clamp(24, 240)  # (B, 3 colours, 3)
-    return pack(torch.cat([rgb, torch.full_like(rgb[..., :1], 255)], 2).permute(2, 1, 0))
+        away = torch.where(colours[-1].sum(1, keepdim=True) > 420, -1, 1)
+        shift = pick(0, background, f"shift {k}", 3, of=41) - 20
+        colours.append(colours[-1] + away * step[:, k : k + 1] + shift)
+    return torch.stack([pack(torch.cat([c.clamp(24, 240), torch.full_like(c[:, :1], 255)], 1).T) for c in colours])
 
 
 def _of(kind: Tensor, values: tuple[int, ...]) -> Tensor:

@@ -24,17 +24,7 @@ def bits(seed: int, index: Tensor, what: str, *shape: int) -> Tensor:
 
 def pick(seed: int, index: Tensor, what: str, *shape: int, of: int | Tensor) -> Tensor:
     """(B, …) integers in [0, of); `of` may be a tensor that spreads over them."""
-    return below(of, bits(seed, index, what, *shape))
-
-
-def below(of: int | Tensor, drawn: Tensor) -> Tensor:
-    """What `bits` drew, as integers in [0, of)."""
-    return drawn * of >> 32
-
-
-def happens(share: float, drawn: Tensor) -> Tensor:
-    """What `bits` drew, as true and false: true as often as the share says."""
-    return drawn < round(share * (1 << 32))
+    return bits(seed, index, what, *shape) * of >> 32
 
 
 def uniform(seed: int, index: Tensor, what: str, *shape: int) -> Tensor:
@@ -42,16 +32,17 @@ def uniform(seed: int, index: Tensor, what: str, *shape: int) -> Tensor:
     return (bits(seed, index, what, *shape) >> 8).to(torch.float32) / (1 << 24)
 
 
-def distinct(of: int | Tensor, drawn: Tensor) -> Tensor:
-    """(B, n) that `bits` drew, as integers in [0, of), all different as far as there are so many; `of` may be (B,)."""
-    order = torch.arange(drawn.shape[1], device=drawn.device)
-    taken = drawn[:, :0]
-    for k, number in enumerate(drawn.unbind(1)):
+def distinct(seed: int, index: Tensor, what: str, count: int, *, of: int | Tensor) -> Tensor:
+    """(B, count) integers in [0, of), all different as far as there are so many; `of` may be (B,)."""
+    drawn, taken = [], ()  # as they come, and in ascending order
+    for k in range(count):
         left = max(of - k, 1) if isinstance(of, int) else (of - k).clamp(min=1)
-        rank = below(left, number)[:, None]  # among those that are left
-        passed = (taken.sort(1).values - order[:k] <= rank).sum(1, keepdim=True)  # the taken ones below it
-        taken = torch.cat([taken, rank + passed], 1)
-    return taken
+        number = pick(seed, index, f"{what} {k}", of=left)
+        for earlier in taken:
+            number = number + (number >= earlier)
+        drawn.append(number)
+        taken = torch.stack(drawn, 1).sort(1).values.unbind(1)
+    return torch.stack(drawn, 1)
 
 
 @torch.compiler.assume_constant_result  # a compiled function keeps the numbers and not the hashing

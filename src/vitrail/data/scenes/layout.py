@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.scenes import backgrounds
-from vitrail.data.scenes.chance import below, bits, distinct, happens
+from vitrail.data.scenes.chance import bits, distinct, pick
 from vitrail.data.scenes.config import SceneConfig
 from vitrail.data.scenes.places import place
 from vitrail.data.scenes.scene import COLOURS, GRID, Scenes, SpriteTable
@@ -51,55 +51,54 @@ class Layout:
 
     def __call__(self, seed: int, index: Tensor) -> Scenes:
         config, index = self.config, index.to(self.device)
-        of_scene = bits(seed, index, "scene", 8, 1).unbind(1)  # (B, 1) each; few large draws are far faster than many
-        of_slots = bits(seed, index, "slots", 8, self.slots).unbind(1)  # (B, O) each
         slot = torch.arange(self.slots, device=self.device).expand(len(index), -1)  # (B, O)
         low, high = config.objects
-        count = low + below(high - low + 1, of_scene[0])  # (B, 1)
+        count = low + pick(seed, index, "count", 1, of=high - low + 1)  # (B, 1)
         filled = slot < count
 
         # A frame, and in the next slot what lies inside it.
-        paired = happens(config.inside, of_scene[1]) & (count > 1)
-        at = below((count - 1).clamp(min=1), of_scene[2])
+        paired = _chance(seed, index, "inside", 1, of=config.inside) & (count > 1)
+        at = pick(seed, index, "frame slot", 1, of=(count - 1).clamp(min=1))
         frame, inside = paired & (slot == at), paired & (slot == at + 1)
-        word = happens(config.word, of_slots[0]) & ~frame & ~inside
+        word = _chance(seed, index, "word", self.slots, of=config.word) & ~frame & ~inside
 
         # Slots of one group show one concept, and in half of the scenes look alike.
-        groups = 1 + below(count.clamp(max=config.groups), of_scene[3])
-        repeated = happens(config.repeat, of_scene[4]) & (slot >= groups)
-        group = torch.where(repeated, below(groups, of_slots[1]), slot)
-        alike = torch.where(happens(0.5, of_scene[5]), group, slot)
+        groups = 1 + pick(seed, index, "groups", 1, of=count.clamp(max=config.groups))
+        repeated = _chance(seed, index, "repeat", 1, of=config.repeat) & (slot >= groups)
+        group = torch.where(repeated, pick(seed, index, "group", self.slots, of=groups), slot)
+        alike = torch.where(_chance(seed, index, "alike", 1, of=0.5), group, slot)
 
-        which = of_slots[2].gather(1, alike)
-        sprite = self.things(seed, index, "thing", group, which)
-        size = _sizes(config.sizes, of_slots[3])
-        for kind, choice, here, sizes in (
-            ("word", self.words, word, config.word_sizes),
-            ("frame", self.frames, frame, config.frame_sizes),
-        ):
+        sprite = self.things(seed, index, "thing", group, alike)
+        size = _sizes(seed, index, config.sizes, self.slots)
+        for choice, here, sizes in ((self.words, word, config.word_sizes), (self.frames, frame, config.frame_sizes)):
             if choice is not None:
-                sprite = torch.where(here, choice(seed, index, kind, slot, of_slots[2]), sprite)
-                size = torch.where(here, _sizes(sizes, of_slots[3]), size)
-        tinted = happens(config.tint, of_slots[4].gather(1, alike)) & filled
-        kind = self.backgrounds[below(len(self.backgrounds), of_scene[6][:, 0])]
+                sprite = torch.where(here, choice(seed, index, f"{sizes}", slot, slot), sprite)
+                size = torch.where(here, _sizes(seed, index, sizes, self.slots), size)
+        box = place(config, seed, index, torch.where(filled, size, 0), self.aspect[sprite], inside)
         return Scenes(
             index=index,
             sprite=torch.where(filled, sprite, -1),
-            colour=torch.where(tinted, self._colours(sprite, of_slots[5].gather(1, alike)), 0),
-            box=place(config, seed, index, torch.where(filled, size, 0), self.aspect[sprite], inside),
+            colour=torch.where(filled, self._colours(seed, index, sprite, alike), 0),
+            box=box,
             inside=torch.where(inside, slot - 1, -1),
-            background=of_scene[7][:, 0] * len(backgrounds.KINDS) + kind,
+            background=self._backgrounds(seed, index),
         )
 
-    def _colours(self, sprite: Tensor, drawn: Tensor) -> Tensor:
-        """(B, O) rows of COLOURS"""
+    def _colours(self, seed: int, index: Tensor, sprite: Tensor, alike: Tensor) -> Tensor:
+        """(B, O) rows of COLOURS; 0 is none"""
         avoided = self.held_out[self.concept[sprite]]
         if self.config.combinations == "test":
-            return avoided
-        if self.config.combinations == "all":
-            return 1 + below(len(COLOURS) - 1, drawn)
-        colour = 1 + below(len(COLOURS) - 2, drawn)
-        return colour + (colour >= avoided)
+            colour = avoided
+        else:
+            every = self.config.combinations == "all"
+            colour = 1 + pick(seed, index, "colour", self.slots, of=len(COLOURS) - 2 + every).gather(1, alike)
+            colour = colour if every else colour + (colour >= avoided)
+        tinted = _chance(seed, index, "tint", self.slots, of=self.config.tint).gather(1, alike)
+        return torch.where(tinted, colour, 0)
+
+    def _backgrounds(self, seed: int, index: Tensor) -> Tensor:
+        kind = self.backgrounds[pick(seed, index, "background kind", of=len(self.backgrounds))]
+        return bits(seed, index, "background") * len(backgrounds.KINDS) + kind
 
 
 class _Choice:
@@ -116,15 +115,21 @@ class _Choice:
         counts = concept.bincount()
         self.counts, self.start = counts.to(device), (counts.cumsum(0) - counts).to(device)
 
-    def __call__(self, seed: int, index: Tensor, kind: str, group: Tensor, drawn: Tensor) -> Tensor:
-        """(B, O) sprites: slots of one group have one concept, and one sprite where the same was drawn"""
-        concepts = len(self.counts)
-        several = distinct(concepts, bits(seed, index, kind, min(group.shape[1], concepts)))
+    def __call__(self, seed: int, index: Tensor, what: str, group: Tensor, alike: Tensor) -> Tensor:
+        """(B, O) sprites: slots of one group have one concept, those that are alike one sprite"""
+        slots, concepts = group.shape[1], len(self.counts)
+        several = distinct(seed, index, f"{what} concept", min(slots, concepts), of=concepts)
         concept = several.gather(1, group.clamp(max=several.shape[1] - 1))
-        return self.rows[self.start[concept] + below(self.counts[concept], drawn)]
+        which = bits(seed, index, f"{what} sprite", slots).gather(1, alike)
+        return self.rows[self.start[concept] + (which * self.counts[concept] >> 32)]
 
 
-def _sizes(shares: tuple[float, float], drawn: Tensor) -> Tensor:
+def _sizes(seed: int, index: Tensor, shares: tuple[float, float], slots: int) -> Tensor:
     """(B, O) in 1/GRID"""
     least, most = (round(share * GRID) for share in shares)
-    return least + below(most - least + 1, drawn)
+    return least + pick(seed, index, "size", slots, of=most - least + 1)
+
+
+def _chance(seed: int, index: Tensor, what: str, *shape: int, of: float) -> Tensor:
+    """(B, …) true as often as the share `of` says"""
+    return bits(seed, index, what, *shape) < round(of * (1 << 32))

@@ -10,7 +10,7 @@ B scenes, O object slots, K tries, 2 = x y.
 import torch
 from torch import Tensor
 
-from vitrail.data.scenes.chance import below, bits, distinct
+from vitrail.data.scenes.chance import bits, distinct, pick
 from vitrail.data.scenes.config import SceneConfig
 from vitrail.data.scenes.frames import INNER
 from vitrail.data.scenes.scene import GRID
@@ -32,24 +32,22 @@ class _Field:
     """The picture in which objects are placed."""
 
     def __init__(self, config: SceneConfig, seed: int, index: Tensor, aspect: Tensor, inside: Tensor):
-        self.config, self.aspect, self.inside = config, aspect, inside
-        self.slots = inside.shape[1]
+        self.config, self.seed, self.index, self.aspect, self.inside = config, seed, index, aspect, inside
         self.unit = GRID // config.snap if config.snap else 1
-        drawn = bits(seed, index, "place", self.slots, TRIES + 2, 2)
-        self.drawn, self.free, self.fill = drawn[:, :, :TRIES], drawn[:, :, TRIES], drawn[:, :, -1, 0]
-        self.cell = drawn[:, :, -1, 1]
+        self.slots = inside.shape[1]
 
     def tried(self, size: Tensor) -> tuple[Tensor, Tensor]:
         """(B, O, 4) boxes, and (B,) whether a rule is broken"""
         extent = self._extents(size)
-        area = extent[..., 0] * extent[..., 1]
+        area = extent.prod(-1)
         limit = _share(area, 1 - self.config.visible)  # what others may cover of a box
+        chance = bits(self.seed, self.index, "place", self.slots, TRIES, 2)
         order = torch.arange(TRIES, device=size.device)
-        covered, box = torch.zeros_like(area), size.new_zeros(*size.shape, 4)
-        broken = torch.zeros_like(area[:, 0], dtype=torch.bool)
+        box = size.new_zeros(*size.shape, 4)
+        covered, broken = torch.zeros_like(size), torch.zeros_like(size[:, 0], dtype=torch.bool)
         for o in range(self.slots):
-            origin, room = self._room(slice(o, o + 1), extent, box.roll(1, 1))  # (B, 1, 2)
-            low = origin + below(room // self.unit + 1, self.drawn[:, o]) * self.unit  # (B, K, 2)
+            origin, room = self._room(o, extent, box)
+            low = origin + (chance[:, o] * (room // self.unit + 1) >> 32) * self.unit  # (B, K, 2)
             high = low + extent[:, o, None]
             common = _common(low[:, :, None], high[:, :, None], box[:, None, :o])  # (B, K, o)
             allowed = _share(torch.minimum(area[:, :o], area[:, o : o + 1]), self.config.overlap)  # (B, o)
@@ -73,43 +71,44 @@ class _Field:
         cell = GRID // self.unit // across * self.unit
         size = torch.minimum(size, cell)
         extent = self._extents(size)
-        which = distinct((across * across)[:, 0], self.cell)  # (B, O)
+        which = distinct(self.seed, self.index, "cell", self.slots, of=(across * across)[:, 0])  # (B, O)
         corner = torch.stack([which % across, which // across], -1) * cell[..., None]
-        low = corner + below((cell[..., None] - extent) // self.unit + 1, self.free) * self.unit
-        origin, room = self._room(slice(None), extent, low.roll(1, 1))
-        low = torch.where(self.inside[..., None], origin + below(room + 1, self.free), low)
-        return torch.where(size[..., None] > 0, torch.cat([low, low + extent], -1), 0)
+        chance = bits(self.seed, self.index, "cell place", self.slots, 2)
+        low = corner + (chance * ((cell[..., None] - extent) // self.unit + 1) >> 32) * self.unit
+        box = torch.cat([low, low + extent], -1)
+        for o in range(1, self.slots):
+            origin, room = self._room(o, extent, box)  # (B, 1, 2)
+            low = (origin + (chance[:, o, None] * (room + 1) >> 32))[:, 0]
+            within = torch.cat([low, low + extent[:, o]], -1)
+            box[:, o] = torch.where(self.inside[:, o, None], within, box[:, o])
+        return torch.where(size[..., None] > 0, box, 0)
 
     def _extents(self, size: Tensor) -> Tensor:
         """(B, O) → (B, O, 2) width and height in 1/GRID of the picture's own"""
         size = torch.where(size > 0, (size // self.unit * self.unit).clamp(min=self.unit), 0)
-        if self.config.inside:
-            inner = size.roll(1, 1) * self.aspect.roll(1, 1).amin(-1) // GRID * _INNER // GRID  # of the frame before
-            fill = 6 * GRID // 10 + below(4 * GRID // 10 + 1, self.fill)
-            size = torch.where(self.inside, inner * fill // GRID, size)
+        inner = size.roll(1, 1) * self.aspect.roll(1, 1).amin(-1) // GRID * _INNER // GRID  # of the frame before
+        fill = 6 * GRID // 10 + pick(self.seed, self.index, "fill", self.slots, of=4 * GRID // 10 + 1)
+        size = torch.where(self.inside, inner * fill // GRID, size)
         short = min(self.config.ratio)
         sides = [size * self.aspect[..., i] * short // (GRID * n) for i, n in enumerate(self.config.ratio)]
         return torch.stack(sides, -1).clamp(min=_LEAST) * (size > 0)[..., None]
 
-    def _room(self, slots: slice, extent: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, n, 2) the least place that these slots may have, and how far beyond it they may go; `before` (B, O, …)
-        begins with the place of each slot's predecessor"""
-        room = GRID - extent[:, slots]
+    def _room(self, o: int, extent: Tensor, box: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 1, 2) the least place that slot o may have, and how far beyond it it may go"""
+        room = GRID - extent[:, o]
         origin = torch.zeros_like(room)
-        if self.config.inside:
-            frame = extent.roll(1, 1)[:, slots]
-            inner = frame * _INNER // GRID
-            here = self.inside[:, slots, None]
-            origin = torch.where(here, before[:, slots, :2] + (frame - inner) // 2, origin)
-            room = torch.where(here, (inner - extent[:, slots]).clamp(min=0), room)
-        return origin, room
+        if o and self.config.inside:
+            inner = extent[:, o - 1] * _INNER // GRID
+            here = self.inside[:, o, None]
+            origin = torch.where(here, box[:, o - 1, :2] + (extent[:, o - 1] - inner) // 2, origin)
+            room = torch.where(here, (inner - extent[:, o]).clamp(min=0), room)
+        return origin[:, None], room[:, None]
 
 
 def _common(low: Tensor, high: Tensor, box: Tensor) -> Tensor:
     """The area that boxes (…, 2) and (…, 2) have in common with boxes (…, 4)"""
     sides = torch.minimum(high, box[..., 2:]) - torch.maximum(low, box[..., :2])
-    sides = sides.clamp(min=0)
-    return sides[..., 0] * sides[..., 1]
+    return sides.clamp(min=0).prod(-1)
 
 
 def _share(area: Tensor, share: float) -> Tensor:

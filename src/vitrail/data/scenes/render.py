@@ -8,7 +8,7 @@ There are two ways to the same pixels. "Windows" reads a sprite only where it li
 once a chunk. "Everywhere" reads every sprite at every pixel: far more work, but nothing waits for the host, and
 `torch.compile` can make it a few kernels.
 
-B scenes, O object slots, H, W pixels, L lines of windows, P pixels of windows. Objects go slot by slot: (O, B).
+B scenes, O object slots, H, W pixels, L lines of windows, P pixels of windows.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.scenes.texture import Texture
 from vitrail.errors import ImageError
 
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}  # pixels worked on at once; a GPU waits for launches, so it takes many
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # pixels worked on at once
 _FINE = (4, 3)  # texels a pixel, at least, of the level that is read: between the sharpest and the smoothest
 
 
@@ -100,14 +100,14 @@ def _chunks(
 class _Axis(NamedTuple):
     """For every pixel along one side of the picture: which texel of each object it reads."""
 
-    texel: Tensor  # (O, B, pixels): the one before the pixel's centre
-    share: Tensor  # (O, B, pixels): of the one behind it, 0…256
-    low: Tensor  # (O, B): the first pixel of the object's window
-    count: Tensor  # (O, B): the pixels of its window, 0 in an empty slot
+    texel: Tensor  # (B, O, pixels): the one before the pixel's centre
+    share: Tensor  # (B, O, pixels): of the one behind it, 0…256
+    low: Tensor  # (B, O): the first pixel of the object's window
+    count: Tensor  # (B, O): the pixels of its window, 0 in an empty slot
 
     @classmethod
     def of(cls, low: Tensor, high: Tensor, aspect: Tensor, side: Tensor, pixels: int) -> "_Axis":
-        """From the ends of the boxes (O, B). Beyond a box both texels are in the cell's transparent rim; so they are
+        """From the ends of the boxes (B, O). Beyond a box both texels are in the cell's transparent rim; so they are
         everywhere in an empty slot."""
         centre = (2 * torch.arange(pixels, device=low.device) + 1) * GRID  # in 1/(2 · GRID · pixels) of the picture
         scale = (256 * (side - 2) * aspect)[..., None]
@@ -127,9 +127,9 @@ class _Objects:
     """Where the texels of each object lie, and how the picture's lines and columns read them."""
 
     def __init__(self, scenes: Scenes, texture: Texture, aspect: Tensor, H: int, W: int):
-        sprite, colour = scenes.sprite.clamp(min=0).T.contiguous(), scenes.colour.T.contiguous()  # (O, B)
-        x0, y0, x1, y1 = scenes.box.permute(2, 1, 0).contiguous()
-        longest = torch.maximum((x1 - x0) * W, (y1 - y0) * H)  # (O, B), in 1/GRID of a pixel
+        sprite, colour = scenes.sprite.clamp(min=0), scenes.colour  # (B, O)
+        x0, y0, x1, y1 = scenes.box.unbind(-1)
+        longest = torch.maximum((x1 - x0) * W, (y1 - y0) * H)  # (B, O), in 1/GRID of a pixel
         texels, pixels = _FINE
         level = (longest[..., None] * texels > (texture.side[:-1] - 2) * GRID * pixels).sum(-1)
         self.shape, self.texels = (len(scenes), H, W), texture.texels
@@ -143,45 +143,41 @@ class _Objects:
 
     def everywhere(self) -> Iterator[tuple[None, Tensor]]:
         """For each slot (B, H, W) what it shows at every pixel"""
-        for slot in range(len(self.side)):
+        for slot in range(self.side.shape[1]):
             objects = (self.start, self.side, self.ink, self.light, self.tinted)
-            start, side, ink, light, coloured = (t[slot, :, None, None] for t in objects)
-            first = (start + self.y.texel[slot, :, :, None] * side) + self.x.texel[slot, :, None, :]
-            layer = self._read(first, side, self.x.share[slot, :, None, :], self.y.share[slot, :, :, None])
+            start, side, ink, light, coloured = (t[:, slot, None, None] for t in objects)
+            first = (start + self.y.texel[:, slot, :, None] * side) + self.x.texel[:, slot, None, :]
+            layer = self._read(first, side, self.x.share[:, slot, None, :], self.y.share[:, slot, :, None])
             yield None, torch.where(coloured, tinted(layer, ink, light), layer)
 
     def in_windows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each slot (P,) places in the flattened (B, H, W) where its objects lie, and (P,) what they show there.
-        The windows of all slots are read at once: cut into lines, and lines into pixels."""
-        B, H, W = self.shape
-        pixels = self.x.count * self.y.count  # (O, B)
-        sizes = torch.stack([pixels.sum(1), self.y.count.sum(1), (pixels * self.tinted).sum(1)])
-        of_slots, lines, coloured = sizes.tolist()
-        objects = torch.arange(pixels.numel(), device=pixels.device)  # slot by slot
-        which, row = _runs(objects, self.y.count.view(-1), self.y.low.view(-1), sum(lines))  # (L,)
-        line, column = _runs(
-            torch.arange(len(which), device=which.device),
-            _take(self.x.count, which),
-            _take(self.x.low, which),
-            sum(of_slots),
-        )  # (P,)
-        side, at = _take(self.side, which), which * H + row
-        first = _take(self.start, which) + _take(self.y.texel, at) * side
-        at_column = _take(which * W, line) + column
+        """For each slot (P,) places in the flattened (B, H, W) where its objects lie, and (P,) what they show there"""
+        pixels = self.x.count * self.y.count
+        sizes = torch.stack([self.y.count.sum(0), pixels.sum(0), (pixels * self.tinted).sum(0)], 1)  # (O, 3)
+        for slot, (lines, total, coloured) in enumerate(sizes.tolist()):
+            yield self._window(slot, lines, total, coloured)
+
+    def _window(self, slot: int, lines: int, pixels: int, coloured: int) -> tuple[Tensor, Tensor]:
+        """Windows are cut into lines, and lines into pixels; those of tinted objects come first."""
+        _, H, W = self.shape
+        x, y = (_Axis(*(part[:, slot] for part in axis)) for axis in (self.x, self.y))
+        scene = self.tinted[:, slot].long().argsort(descending=True, stable=True)
+        scene, row = _runs(scene, y.count[scene], y.low[scene], lines)  # (L,)
+        line = torch.arange(lines, device=scene.device)
+        line, column = _runs(line, x.count[scene], x.low[scene], pixels)  # (P,)
+        side, at = self.side[scene, slot], scene * H + row
+        first = self.start[scene, slot] + _take(y.texel, at) * side
+        at_column = _take(scene * W, line) + column
         layer = self._read(
-            _take(first, line) + _take(self.x.texel, at_column),
+            _take(first, line) + _take(x.texel, at_column),
             _take(side, line),
-            _take(self.x.share, at_column),
-            _take(_take(self.y.share, at), line),
+            _take(x.share, at_column),
+            _take(_take(y.share, at), line),
         )
-        if sum(coloured):
-            count = (pixels * self.tinted).view(-1)
-            begin = pixels.view(-1).cumsum(0) - pixels.view(-1)
-            whose, place = _runs(objects, count, begin, sum(coloured))
-            tones = _take(layer, place)
-            layer.scatter_(0, place, tinted(tones, _take(self.ink, whose), _take(self.light, whose)))
-        places = _take((which % B * H + row) * W, line) + column
-        yield from zip(places.split(of_slots), layer.split(of_slots), strict=True)
+        if coloured:
+            whose = _take(scene, line[:coloured])
+            layer[:coloured] = tinted(layer[:coloured], self.ink[whose, slot], self.light[whose, slot])
+        return _take(at * W, line) + column, layer
 
     def _read(self, first: Tensor, side: Tensor, across: Tensor, down: Tensor) -> Tensor:
         """Between four texels, of which `first` is the upper left."""

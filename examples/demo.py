@@ -7,6 +7,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
+from vitrail.cli.data import show
 from vitrail.cli.grid import grid
 from vitrail.cli.ledger import ledger
 from vitrail.cli.rotary import rotary
@@ -37,6 +38,11 @@ def main() -> None:
     stream(out=arguments.out / "stream.png")
     print("\nWhat models cost, without their weights\n")
     ledger(["llama-3.1-8b", "qwen3-235b-a22b", "smollm2-135m"], out=arguments.out / "ledger.png")
+    print("\nScenes whose truth is known, and words about them\n")
+    try:
+        show("mixed", out=arguments.out / "scenes.png", count=12)
+    except VitrailError as error:  # no network or no npm: the rest of the demo stands
+        print(f"no scenes this time: {error}")
     print("\nA real language model, 15 million parameters\n")
     try:
         write("Once upon a time", tokens=80, seed=1)

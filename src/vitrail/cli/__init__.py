@@ -30,6 +30,11 @@ COMMANDS = {
         "Show how a picture is cut into tokens under every resolution policy.",
         "vitrail grid photo.jpg",
     ),
+    "judge": Command(
+        "vitrail.cli.judge:app",
+        "Look at pictures with a detector, and measure its error where the truth is known.",
+        "vitrail judge check out/judge/final --count 200",
+    ),
     "ledger": Command(
         "vitrail.cli.ledger:ledger",
         "Show what models cost: parameters, FLOPs, bytes, and the time that a device needs at least.",

@@ -14,6 +14,7 @@ from vitrail.hub.packages import PACKAGES
 from vitrail.hub.single import Single, locate, open_single
 
 OWN, THEIRS = "vitrail.json", "config.json"
+SHIPPED = Path(__file__).resolve().parents[1] / "weights"
 
 
 class Found(NamedTuple):
@@ -49,13 +50,15 @@ def find(path: Path, *, own: bool = True) -> Found:
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """A path on disk: itself, the file of a package, or the snapshot of a hub id."""
+    """A path on disk: itself, a model that ships with the package, the file of one, or the snapshot of a hub id."""
     path = locate(name_or_path)
     if path.exists():
         return path
     name = str(name_or_path)
+    if name in shipped():
+        return SHIPPED / name
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        known = ", ".join(PACKAGES)
+        known = ", ".join([*shipped(), *PACKAGES])
         raise CheckpointError(f"{name} does not exist", f"give a folder, {known}, or a hub id such as Qwen/Qwen3-0.6B")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -67,6 +70,11 @@ def resolve(name_or_path: str | Path) -> Path:
         raise CheckpointError(
             f"{name} is no folder here and could not be fetched: {first}", "check the name and the network"
         ) from None
+
+
+def shipped() -> list[str]:
+    """The models that came with the package."""
+    return sorted(path.parent.name for path in SHIPPED.glob(f"*/{OWN}"))
 
 
 def layers(plain: Any) -> int:

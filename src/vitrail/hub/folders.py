@@ -15,6 +15,7 @@ from vitrail.hub.families import FAMILIES, MODELS
 from vitrail.hub.family import Family
 from vitrail.hub.files import Weights, write_json, write_weights
 from vitrail.hub.maps import Move, under
+from vitrail.hub.rows8 import packed, unpacked
 from vitrail.hub.single import Single, single_tokenizer
 from vitrail.nn import Rotary
 from vitrail.processing.text import Tokenizer
@@ -22,20 +23,22 @@ from vitrail.processing.text import Tokenizer
 
 def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
     """A model from a folder of ours or of Hugging Face's, from a hub id, from one file (GGUF, llama2.c), or by the name
-    of a package that holds one (`stories15M`, `smollm2-135m`).
+    of a package that holds one (`stories15M`, `smollm2-135m`), or of one that ships with this one (`judge`).
 
     Weights keep the type they are stored in unless `dtype` is given; quantised ones become float32.
     """
     return _build(find(resolve(name_or_path)), dtype, device)
 
 
-def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write a model that `load` reads: vitrail.json (its kind and config) and safetensors."""
+def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None, *, small: bool = False) -> None:
+    """Write a model that `load` reads: vitrail.json (its kind and config) and safetensors. `small` keeps 8 bits a
+    weight, with a scale a row."""
     kind = next((kind for kind, (_, cls) in MODELS.items() if type(model) is cls), None)
     if kind is None:
         raise CheckpointError(f"{type(model).__name__} is not a kind that can be saved", f"known: {', '.join(MODELS)}")
     folder, config = Path(folder), cast(Config, model.config)
-    write_weights(folder, model.state_dict().items())
+    tensors = model.state_dict().items()
+    write_weights(folder, packed(tensors) if small else tensors)
     write_json(folder / OWN, {"kind": kind, "vitrail": __version__, "config": config.plain()})
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -94,7 +97,8 @@ def _build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
     with torch.device("meta"):
         model = found.model(found.config)
     if family is None:
-        tensors: Iterable[tuple[str, Tensor]] = ((name, weights[name]) for name in weights)
+        assert isinstance(weights, Weights)
+        tensors: Iterable[tuple[str, Tensor]] = unpacked(weights)
     else:
         moves = family.moves(found.config)
         if family.outer and all(name.startswith(family.outer) for name in weights):

@@ -8,6 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from vitrail.data.pictures import pictures
+from vitrail.data.scenes import collect, frames, letters, plurals, sprites
 from vitrail.data.scenes.collect import sprites_of
 from vitrail.data.scenes.frames import frame_sprites
 from vitrail.data.scenes.letters import word_sprites
@@ -45,6 +46,9 @@ def _shown(name: str) -> Iterator[Sprite]:
 
 
 def _made_of(name: str) -> str:
-    """Another version of a source makes another atlas."""
+    """Another version of a source, or of what makes sprites of it, makes another atlas."""
     rows = [source(part) for part in (*ATLASES[name], "emojibase")]
-    return hashlib.sha256(repr([(row.package, row.version) for row in rows]).encode()).hexdigest()[:12]
+    made = hashlib.sha256(repr([(row.package, row.version) for row in rows]).encode())
+    for module in (collect, frames, letters, plurals, sprites):
+        made.update(Path(module.__file__).read_bytes())
+    return made.hexdigest()[:12]

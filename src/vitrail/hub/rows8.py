@@ -1,0 +1,47 @@
+"""Weights in a quarter of their size: whole numbers of 8 bits, with one scale a row. For models that ship or travel.
+
+A tensor of two axes or more is stored as int8, and beside it `NAME:scale`, float16; vectors stay as they are.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import CheckpointError
+from vitrail.hub.files import Weights
+
+SCALE = ":scale"
+
+
+def packed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        if tensor.ndim < 2 or not tensor.is_floating_point():
+            yield name, tensor
+            continue
+        rows = tensor.detach().float().flatten(1)
+        scale = (rows.abs().amax(1, keepdim=True) / 127).to(torch.float16)
+        # A row too small for float16's least number is stored as zeros, which is what it is to anything that reads it.
+        whole = (rows / scale.float().clamp(min=1e-12)).round().clamp(-127, 127).to(torch.int8)
+        yield name, whole.view(tensor.shape)
+        yield name + SCALE, scale[:, 0]
+
+
+def unpacked(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a folder, those that were packed as float32."""
+    for name in weights:
+        if name.endswith(SCALE):
+            if name.removesuffix(SCALE) not in weights:
+                raise CheckpointError(f"{weights.path} has {name!r} and not the tensor it belongs to", "fetch it again")
+            continue
+        tensor = weights[name]
+        if name + SCALE not in weights:
+            yield name, tensor
+            continue
+        scale = weights[name + SCALE]
+        if tensor.dtype != torch.int8 or scale.shape != tensor.shape[:1]:
+            raise CheckpointError(
+                f"tensor {name!r} of {weights.path} is {tuple(tensor.shape)} and its scale {tuple(scale.shape)}",
+                "fetch it again",
+            )
+        yield name, tensor.float() * scale.float().view(-1, *[1] * (tensor.ndim - 1))

@@ -1,0 +1,64 @@
+"""Small weights: what comes back is near, and exactly what was kept."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vitrail import hub
+from vitrail.encoders.vit import ViT, ViTConfig
+from vitrail.errors import CheckpointError
+from vitrail.hub.configs import shipped
+from vitrail.hub.rows8 import SCALE, packed
+from vitrail.nn import AttentionConfig, BlockConfig
+from vitrail.nn.mlp import PlainConfig
+
+
+def tower() -> ViT:
+    block = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=PlainConfig(hidden=32))
+    return ViT(ViTConfig(layers=2, block=block, image=16, patch=4)).eval()
+
+
+def test_weights_come_back_to_half_a_step(tmp_path):
+    model = tower()
+    hub.save(model, tmp_path, small=True)
+    again, names = hub.load(tmp_path), dict(model.named_parameters())
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, weight in again.named_parameters():
+        if weight.ndim < 2:
+            assert torch.equal(weight, names[name])
+            continue
+        step = stored[name + SCALE].float().view(-1, *[1] * (weight.ndim - 1))
+        assert stored[name].dtype == torch.int8
+        assert bool(((weight - names[name]).abs() <= 0.51 * step + 1e-3 * names[name].abs()).all())
+    pixels = torch.randn(2, 3, 16, 16)
+    assert torch.allclose(again(pixels), model(pixels), atol=0.1)
+    hub.save(again, tmp_path / "twice", small=True)  # what was rounded once rounds to itself
+    twice = load_file(tmp_path / "twice" / "model.safetensors")
+    assert all(torch.equal(twice[name], stored[name]) for name in stored)
+
+
+def test_a_row_of_zeros_stays_one():
+    kept = dict(packed([("w", torch.zeros(3, 4))]))
+    assert not kept["w"].any() and not kept["w" + SCALE].any()
+
+
+@pytest.mark.parametrize("spoil", ["shape", "type", "lost"])
+def test_what_does_not_fit_is_named(tmp_path, spoil):
+    hub.save(tower(), tmp_path, small=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "embed.proj.weight"
+    if spoil == "shape":
+        tensors[name + SCALE] = tensors[name + SCALE][:-1]
+    elif spoil == "type":
+        tensors[name] = tensors[name].float()
+    else:
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name):
+        hub.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_ships_loads_by_name(name):
+    model = hub.load(name)
+    assert sum(p.numel() for p in model.parameters()) > 0

@@ -310,3 +310,15 @@ def test_a_spoilt_checkpoint_is_named(tmp_path):
 def test_impossible_stages_are_refused(tmp_path, bad, says):
     with pytest.raises(ConfigError, match=says):
         trainer(tmp_path, stage(**bad))
+
+
+def test_a_varied_source_is_told_the_chance_of_every_sample(tmp_path):
+    class Jittered(list):
+        def sample(self, item, chance):
+            seen.append((item, chance))
+            return self[item]
+
+    seen: list = []
+    sources = {"a": Jittered(SOURCES["a"][:5]), "b": SOURCES["b"]}
+    Trainer(stage(steps=6, save_every=6), TextTask(model()), sources, tmp_path, seed=3, quiet=True).train()
+    assert len(seen) > 10 and len({chance for _, chance in seen}) == len(seen)  # an item comes again, its chance does not

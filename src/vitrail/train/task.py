@@ -16,6 +16,13 @@ class Source(Protocol):
     def __getitem__(self, item: int, /) -> Any: ...
 
 
+@runtime_checkable
+class Varied(Protocol):
+    """A source whose samples differ from one time to the next: `chance` says how, and is never the same twice."""
+
+    def sample(self, item: int, chance: tuple[int, ...], /) -> Any: ...
+
+
 class Task(Protocol):
     """A model plus its loss.
 

@@ -26,7 +26,7 @@ from vitrail.train.ema import EMA
 from vitrail.train.log import Log
 from vitrail.train.optim import Optimizer
 from vitrail.train.stage import StageConfig, choose_trainable
-from vitrail.train.task import Batch, Source, Task
+from vitrail.train.task import Batch, Source, Task, Varied
 
 
 class Samples(Dataset):
@@ -37,7 +37,10 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         draw: Draw = self.order[index]
-        return self.sources[draw.source][draw.item]
+        source = self.sources[draw.source]
+        if isinstance(source, Varied):
+            return source.sample(draw.item, (self.order.seed, index))
+        return source[draw.item]
 
 
 class Trainer:

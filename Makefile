@@ -32,12 +32,14 @@ check: .venv/ready
 	@$(BIN)/python perf/record.py
 
 fast: .venv/ready
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu"
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not gpu" tests
+	$(BIN)/pytest docs README.md  # in one process: the blocks of a page build on one another
 
 test: check fast
 
 nightly: check
-	$(BIN)/pytest -n $(WORKERS) -m "not gpu" --timeout 1800
+	$(BIN)/pytest -n $(WORKERS) -m "not gpu" --timeout 1800 tests
+	$(BIN)/pytest docs README.md
 
 gpu:
 	python3 -m pytest -m gpu -p no:cacheprovider

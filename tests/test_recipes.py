@@ -12,6 +12,7 @@ import torch
 from vitrail import hub, recipe
 from vitrail.cli import train as cli
 from vitrail.errors import ConfigError, TrainError
+from vitrail.processing.text import Tokenizer
 from vitrail.train.trainer import Trainer
 
 NEEDS_PACKAGE = {"stories-lora", "judge"}
@@ -77,6 +78,53 @@ def test_unknown_recipes_and_changes_are_named(tmp_path):
     (tmp_path / "broken.toml").write_text("name = ")
     with pytest.raises(ConfigError, match="no TOML"):
         cli.train(str(tmp_path / "broken.toml"), out=tmp_path)
+
+
+def test_how_a_run_is_run_may_change_and_what_it_learns_may_not(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("one two three four five six seven eight nine ten\n" * 400)
+    mine = {"sources.docs": f"{{kind='text', files=['{text}'], length=32}}"}
+    mine |= {
+        "sources.docs-test": f"{{kind='text', files=['{text}'], length=32, part='test'}}",
+        "tokenizer.train": "280",
+    }
+    small = {**mine, "stages.0.steps": "2", "stages.0.batch": "2", "stages.0.schedule": "{kind='constant'}"}
+    small |= {"stages.0.judge_every": "0", "stages.0.save_every": "1"}
+    out = tmp_path / "out"
+    recipe.train(recipe.read("smoke", small), out, quiet=True)
+    recipe.train(recipe.read("smoke", small | {"stages.0.workers": "1", "stages.0.save_every": "7"}), out, quiet=True)
+    with pytest.raises(TrainError, match="another recipe"):
+        recipe.train(recipe.read("smoke", small | {"stages.0.optim.lr": "0.5"}), out, quiet=True)
+    words = (out / "tokenizer" / "tokenizer.json").read_text()
+    text.write_text("other words altogether, and more of them than before\n" * 400)
+    with pytest.raises(TrainError, match="another recipe"):
+        recipe.train(recipe.read("smoke", small), out, quiet=True)
+    shutil.rmtree(out / "learn")  # nothing was learned yet: the tokenizer is made anew, not taken over
+    recipe.train(recipe.read("smoke", small), out, quiet=True)
+    assert (out / "tokenizer" / "tokenizer.json").read_text() != words
+
+
+def test_a_tokenizer_half_saved_is_made_again(tmp_path, monkeypatch):
+    small = recipe.tiny(recipe.read("smoke"))
+    whole = recipe.train(small, tmp_path / "whole", quiet=True)
+    plain = Tokenizer.save
+
+    def killed(self, folder):
+        plain(self, folder)
+        (Path(folder) / "tokenizer_config.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tokenizer, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.train(small, tmp_path / "cut", quiet=True)
+    monkeypatch.setattr(Tokenizer, "save", plain)
+    again = recipe.train(small, tmp_path / "cut", quiet=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+def test_adapters_beside_weights_that_all_train_are_refused():
+    with pytest.raises(ConfigError, match=r"LoRA.*\n.*\*\.lora"):
+        recipe.read("stories-lora", {"stages.0.train": "['*']"})
 
 
 def test_recipes_are_listed(capsys):

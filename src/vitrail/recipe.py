@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import shutil
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from vitrail import hub
@@ -15,7 +17,7 @@ from vitrail.config import Config
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
-from vitrail.errors import ConfigError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.families import MODELS
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.detect import DetectTask
@@ -90,6 +92,11 @@ class Recipe(Config):
             raise ConfigError(f"recipe {self.name!r} reads text and has no tokenizer", "add a [tokenizer] table")
         if self.model.kind not in MODELS:
             raise ConfigError(f"model.kind is {self.model.kind!r}", f"known: {', '.join(MODELS)}")
+        if self.lora is not None and any("*" in stage.train for stage in self.stages):
+            raise ConfigError(
+                f"recipe {self.name!r} adds LoRA, and a stage trains every weight",
+                'set train = ["*.lora"] in its stages',
+            )
         if self.model.config is not None:
             self._check_parts(self.model_config())
 
@@ -106,6 +113,10 @@ class Recipe(Config):
             model = MODELS[self.model.kind][1](config)
         if self.lora is not None:
             add_lora(model, self.lora)
+        self.check_stages(model)
+
+    def check_stages(self, model: nn.Module) -> None:
+        """Every stage's names are those of the model, before the first is trained."""
         for stage in self.stages:
             choose_trainable(model, stage.train)
             group_parameters(model, stage.optim)
@@ -179,9 +190,16 @@ def tiny(recipe: Recipe) -> Recipe:
     return recipe.with_(stages=stages)
 
 
-def identity(recipe: Recipe) -> str:
-    """What a run must share with the one it goes on from."""
-    return hashlib.sha256(json.dumps(recipe.plain(), sort_keys=True).encode()).hexdigest()[:16]
+# What may change between a start and the next without changing what is learned.
+HOW = ("workers", "save_every", "judge", "judge_every", "compile", "recompute")
+
+
+def identity(recipe: Recipe, sources: Sources) -> str:
+    """What a run must share with the one it goes on from: the recipe, and what its sources hold."""
+    plain = recipe.plain()
+    plain["stages"] = [{k: v for k, v in stage.items() if k not in HOW} for stage in plain["stages"]]
+    plain["sources"] = {name: (plain["sources"][name], source.fingerprint) for name, source in sources.items()}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool = False) -> nn.Module:
@@ -199,19 +217,21 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
         words = _tokenizer(recipe, out)
         sources: Sources = {name: _source(name, config, words) for name, config in recipe.sources.items()}
         model = _model(recipe, words)
-        more = {"seed": recipe.seed, "device": device, "identity": identity(recipe), "quiet": quiet}
+        recipe.check_stages(model)
+        more = {"seed": recipe.seed, "device": device, "identity": identity(recipe, sources), "quiet": quiet}
         for stage in recipe.stages:
             task = TASKS[stage.task](model, _named(sources, stage))
-            Trainer(stage, task, sources, out / stage.name, **more).train()
+            trainer = Trainer(stage, task, sources, out / stage.name, **more)
+            trainer.train()
             if distributed.size() > 1:  # the next stage shares the weights out anew; the end is for one alone
                 wanted = stage is not recipe.stages[-1] or distributed.rank() == 0
                 whole = _model(recipe, words) if wanted else None
-                distributed.put_together(model, whole)
+                distributed.put_together(model, whole, trainer.optimizer.masters())
                 model = model if whole is None else whole
         if distributed.rank() == 0:
             if recipe.lora is not None:
                 merge(model)
-            hub.save(model, out / "final", words)
+            _keep(model, out / "final", words)
         distributed.wait()
     return model
 
@@ -222,12 +242,29 @@ def _tokenizer(recipe: Recipe, out: Path) -> Tokenizer | None:
         return None
     if part.start is not None:
         return hub.tokenizer(part.start)
-    kept = out / "tokenizer"
-    if not (kept / "tokenizer.json").exists():
-        sources = [source for source in recipe.sources.values() if isinstance(source, TextConfig)]
+    sources = [source for source in recipe.sources.values() if isinstance(source, TextConfig)]
+    texts = [read_text(source) for source in sources if source.part == "train"]
+    made_of = hashlib.sha256(repr((part.train, texts)).encode()).hexdigest()
+    kept, note = out / "tokenizer", "made-of"
+    if not (kept / note).is_file() or (kept / note).read_text() != made_of:
         assert part.train is not None
-        Tokenizer.train([read_text(source) for source in sources if source.part == "train"], part.train).save(kept)
+        partial = out / ".partial-tokenizer"
+        shutil.rmtree(partial, ignore_errors=True)
+        Tokenizer.train(texts, part.train).save(partial)
+        (partial / note).write_text(made_of)
+        shutil.rmtree(kept, ignore_errors=True)
+        partial.rename(kept)
     return Tokenizer.load(kept)
+
+
+def _keep(model: nn.Module, folder: Path, words: Tokenizer | None) -> None:
+    try:
+        hub.save(model, folder, words)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the end's weights could not be written to {folder}: {error}",
+            "make room and start the same command again; the last checkpoint is whole",
+        ) from error
 
 
 def _source(name: str, config: TextConfig | ScenesConfig, words: Tokenizer | None) -> Any:

@@ -37,7 +37,7 @@ def test_the_truth_is_that_of_the_scene(source):
     teller = Teller(source, questions=4)
     scenes, table = source.scenes(torch.arange(10, 40)), source.atlas.table
     for b, told in enumerate(teller.told(10, 40)):
-        assert told.key == f"{10 + b:010}" and told.pixels.shape == (48, 48, 3)
+        assert told.key == f"{teller.settings}-{10 + b:010}" and told.pixels.shape == (48, 48, 3)
         assert len(told.truth["objects"]) == int(scenes.count[b])
         for slot, thing in enumerate(told.truth["objects"]):
             row = int(scenes.sprite[b, slot])
@@ -57,8 +57,13 @@ def test_a_scene_is_told_alike_whoever_tells_it_with_whom(source):
     alone = [next(teller.told(i, i + 1)) for i in (7, 300)]
     together = list(teller.told(0, 301))
     for told in alone:
-        other = together[int(told.key)]
+        other = together[int(told.key.split("-")[1])]
         assert told.truth == other.truth and np.array_equal(told.pixels, other.pixels)
+    strange = {told.key: told for told in Teller(source, held_out=True).told(0, 60)}
+    both = [(told.truth, other.truth) for told, other in zip(together, strange.values(), strict=False)]
+    pairs = [(told["swaps"], other["swaps"]) for told, other in both if "swaps" in told]
+    assert len(pairs) > 20 and not any(a == b for a, b in pairs)  # no sentence of training is among the others
+    assert not strange.keys() & {told.key for told in together}
     held_out = next(Teller(source, held_out=True).told(7, 8))
     assert np.array_equal(held_out.pixels, alone[0].pixels)
     assert held_out.truth["questions"] != alone[0].truth["questions"]
@@ -80,6 +85,20 @@ def test_baselines_are_near_chance(source):
     assert abs(found["existence_random"].majority - 0.5) < 0.05  # so few names tell a little by themselves
     assert abs(found["relation"].blind - 0.5) < 0.1
     assert abs(found["choice_position"].blind - 0.25) < 0.1
+
+
+def test_what_cannot_appear_is_not_asked_about(atlas):
+    names = ["ball", "egg", "tent", "cross"]
+    config = ScenesConfig(atlas="-", preset="plain", scene={"names": names}, side=48, count=5000)
+    for told in Teller(SceneSource(config, atlas), questions=12).told(0, 40):
+        asked = " ".join(q["question"] for q in told.truth["questions"])
+        assert not any(f" {name}" in asked for name in ("square", "tower", "hoop", "plate", "moon"))
+
+
+def test_scenes_that_are_not_there_are_refused(source):
+    for start, stop in ((-1, 3), (3, 3), (4990, 5001)):
+        with pytest.raises(ConfigError, match="5,000"):
+            next(Teller(source).told(start, stop))
 
 
 def test_samples_are_numbers_grouped_by_source(source):

@@ -13,7 +13,8 @@ from vitrail.data.words import Words, matches
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.evals.judge import Judge, Share, check, judge_error, labelled
+from vitrail.evals.judge import Judge, check, judge_error, labelled
+from vitrail.evals.shares import Share
 from vitrail.models.detector import Detector, DetectorConfig, Found
 from vitrail.nn import AttentionConfig, BlockConfig
 from vitrail.nn.mlp import PlainConfig

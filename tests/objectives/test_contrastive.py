@@ -310,3 +310,18 @@ def test_refusals_name_the_culprit(change, culprit):
     arguments = {"u": torch.zeros(5, 3), "v": torch.zeros(5, 3), "scale": 1.0, "bias": 0.0, **change}
     with pytest.raises(ConfigError, match=culprit):
         siglip_loss(**arguments)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_half_precision_keeps_small_gradients_for_a_loss_scaler(name):
+    """Late in training a gradient is below what float16 can hold, and a scaler multiplies the loss for that reason."""
+    ours, plain = {"clip": (clip_loss, plain_clip_loss), "siglip": (siglip_loss, plain_siglip_loss)}[name]
+    generator = torch.Generator().manual_seed(0)
+    u = torch.nn.functional.normalize(torch.randn(256, 64, generator=generator), dim=1).half()
+    more = (torch.tensor(40.0),) if name == "clip" else (torch.tensor(40.0), torch.tensor(-25.0))
+    grads = []
+    for loss, dtype in ((ours, torch.float16), (plain, torch.float64)):
+        a, b = (u.to(dtype).clone().requires_grad_() for _ in range(2))
+        (loss(a, b, *more) * 2.0**20).backward()
+        grads.append(a.grad.double())
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 5e-3

@@ -38,12 +38,19 @@ def test_scenes_are_made_and_shown(atlas, tmp_path, capsys):
     run("make", "crowded", "--out", str(tmp_path / "made"), "--count", "8", "--side", "32", "--atlas", atlas)
     said = capsys.readouterr().out
     assert "8 scenes in 1 shards" in said and "existence_random" in said and "blind" in said
-    for what in ("crowded", str(tmp_path / "made" / "*.tar"), str(tmp_path / "made" / "crowded-000000.tar")):
+    made = tmp_path / "made"
+    for what in ("crowded", str(made), str(made / "*.tar"), str(made / "crowded-000000.tar")):
         run("show", what, "--out", str(tmp_path / "sheet.png"), "--count", "4", "--atlas", atlas, "--side", "64")
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert min(sheet.size) > 150
     run("make", "crowded", "--out", str(tmp_path / "made"), "--count", "8", "--side", "32", "--atlas", atlas)
-    assert len(list((tmp_path / "made").glob("*.tar"))) == 1  # it was there
+    assert len(list(made.glob("*.tar"))) == 1  # it was there
+    with pytest.raises(VitrailError, match=r"other samples|another"):  # and is not taken for what it is not
+        run("make", "crowded", "--out", str(made), "--count", "8", "--side", "32", "--atlas", atlas, "--seed", "7")
+    for bad in (["--count", "0"], ["--count", "-3"], ["--start", "-5"], ["--start", "1073741820"], ["--side", "7"]):
+        with pytest.raises(VitrailError):
+            run("make", "crowded", "--out", str(tmp_path / "bad"), "--atlas", atlas, *bad)
+    assert not (tmp_path / "bad").exists()
 
 
 def test_formats_are_shown_and_what_is_broken_is_named_in_its_place(tmp_path):
@@ -55,14 +62,22 @@ def test_formats_are_shown_and_what_is_broken_is_named_in_its_place(tmp_path):
                "segmentation": []} for i in range(3)]  # fmt: skip
     file = {"images": images, "annotations": things, "categories": [{"id": 1, "name": "cat"}]}
     (tmp_path / "coco.json").write_text(json.dumps(file))
+    (tmp_path / "1.png").unlink()
     sheet = draw_data(str(tmp_path / "coco.json"))
     assert sheet.width > 200 and np.asarray(sheet).std() > 10
     assert draw_data(str(tmp_path)).width > 100
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "coco.json").rename(tmp_path / "annotations" / "coco.json")
+    assert draw_data(str(tmp_path / "annotations" / "coco.json"), pictures=tmp_path).width > 200
 
 
 def test_unknown_data_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(VitrailError, match=r"crowdd.*\n.*crowded"):
         draw_data("crowdd")
+    with pytest.raises(VitrailError, match="holds no pictures"):
+        draw_data("emojibase")
+    with pytest.raises(VitrailError, match="0 samples"):
+        draw_data("crowded", count=0)
     with pytest.raises(VitrailError, match="no kind of picture"):
         run("show", "crowded", "--out", str(tmp_path / "sheet.doc"))
     with pytest.raises(VitrailError, match="no atlas"):

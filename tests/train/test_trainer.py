@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.tasks.text import TextTask
 from vitrail.train import checkpoint
 from vitrail.train.lora import LoRAConfig, add_lora
-from vitrail.train.optim import OptimConfig
+from vitrail.train.optim import OptimConfig, Optimizer
 from vitrail.train.schedule import Cosine
 from vitrail.train.stage import StageConfig
 from vitrail.train.trainer import Trainer, _seed
@@ -275,7 +276,7 @@ def test_a_lost_worker_is_said_and_nothing_is_lost(tmp_path):
     settings = stage(workers=1, mixture=Mixture(weights={"a": 1.0}))
     whole = weights(trainer(tmp_path / "whole", settings.with_(workers=0)).train())
     lost = Trainer(settings, TextTask(model()), {"a": Deadly(SOURCES["a"])}, tmp_path / "lost", seed=3, quiet=True)
-    with pytest.raises(TrainError, match="data worker died while step 1"):
+    with pytest.raises(TrainError, match="data worker died in step 1"):
         lost.train()
     again = Trainer(settings, TextTask(model()), {"a": SOURCES["a"]}, tmp_path / "lost", seed=3, quiet=True)
     assert same(weights(again.train()), whole)
@@ -321,4 +322,87 @@ def test_a_varied_source_is_told_the_chance_of_every_sample(tmp_path):
     seen: list = []
     sources = {"a": Jittered(SOURCES["a"][:5]), "b": SOURCES["b"]}
     Trainer(stage(steps=6, save_every=6), TextTask(model()), sources, tmp_path, seed=3, quiet=True).train()
-    assert len(seen) > 10 and len({chance for _, chance in seen}) == len(seen)  # an item comes again, its chance does not
+    assert len(seen) > 10 and len({chance for _, chance in seen}) == len(
+        seen
+    )  # an item comes again, its chance does not
+
+
+def test_a_state_of_another_step_is_refused(tmp_path):
+    trainer(tmp_path, stage(steps=6)).train()
+    file = tmp_path / "checkpoints" / "step-00000006" / "state.json"
+    file.write_text(file.read_text().replace('"step": 6', '"step": 9'))
+    with pytest.raises(CheckpointError, match="that of step 9"):
+        trainer(tmp_path).train()
+
+
+def test_a_signal_in_the_last_step_stops_what_would_follow(tmp_path, monkeypatch):
+    plain = Trainer._one_step
+
+    def one_step(self, *given):
+        if self.step == 11:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *given)
+
+    monkeypatch.setattr(Trainer, "_one_step", one_step)
+    with pytest.raises(TrainError, match="SIGTERM after step 12 of 12"):
+        trainer(tmp_path).train()
+    assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 12
+
+
+def test_workers_leave_signals_to_the_run(tmp_path, monkeypatch):
+    """A scheduler signals the whole group; the step still ends and is saved."""
+    plain = Trainer._one_step
+
+    def one_step(self, *given):
+        if self.step == 4:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+        return plain(self, *given)
+
+    monkeypatch.setattr(Trainer, "_one_step", one_step)
+    with pytest.raises(TrainError, match="SIGTERM after step 5"):
+        trainer(tmp_path, stage(workers=1)).train()
+    assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 5
+
+
+def test_a_worker_that_dies_while_the_model_computes_is_said_plainly(tmp_path, monkeypatch):
+    plain = Optimizer.clip
+
+    def clip(self, *given):
+        children = multiprocessing.active_children()
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+        time.sleep(0.2)
+        return plain(self, *given)
+
+    monkeypatch.setattr(Optimizer, "clip", clip)
+    with pytest.raises(TrainError, match="data worker died"):
+        trainer(tmp_path, stage(workers=1, steps=200)).train()
+
+
+def test_a_stage_in_half_precision_hands_on_its_masters(tmp_path):
+    run = trainer(tmp_path, stage(dtype="bfloat16"))
+    made = run.train()
+    masters = run.optimizer.masters()
+    assert masters and {p.dtype for p in made.parameters()} == {torch.float32}
+    assert all(torch.equal(p, masters[name]) for name, p in made.named_parameters())
+    again = trainer(tmp_path, stage(dtype="bfloat16")).train()  # a finished stage gives the same
+    assert same(weights(again), weights(made))
+
+
+def test_recomputing_ends_with_its_stage(tmp_path):
+    made = trainer(tmp_path, stage(recompute=True)).train()
+    assert not any("forward" in vars(module) for module in made.modules())
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = trainer(tmp_path)
+    monkeypatch.setattr("vitrail.train.log.json.dumps", full)
+    with pytest.raises(TrainError, match=r"log\.jsonl.*No space"):
+        run.train()

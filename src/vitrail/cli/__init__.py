@@ -25,6 +25,11 @@ COMMANDS = {
         "List, fetch and show data sets, and make scenes whose truth is known.",
         "vitrail data show crowded --out crowded.png",
     ),
+    "eval": Command(
+        "vitrail.cli.eval:app",
+        "Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions.",
+        "vitrail eval out/clip/final zeroshot --data cifar10",
+    ),
     "grid": Command(
         "vitrail.cli.grid:grid",
         "Show how a picture is cut into tokens under every resolution policy.",
@@ -44,6 +49,11 @@ COMMANDS = {
         "vitrail.cli.rotary:rotary",
         "Draw the rotary layouts: which axis turns which channel, how fast, and what that makes near.",
         "vitrail rotary mrope mrope_interleaved --out layouts.png",
+    ),
+    "search": Command(
+        "vitrail.cli.search:search",
+        "Find pictures in a folder by words, or by another picture.",
+        'vitrail search photos "a red bicycle" --model openai/clip-vit-base-patch16',
     ),
     "stream": Command(
         "vitrail.cli.stream:stream",

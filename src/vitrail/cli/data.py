@@ -1,12 +1,13 @@
 """`vitrail data`: where pictures come from, fetching them, showing them, and making scenes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from vitrail.data.sources import SOURCES, home, kept
 from vitrail.data.sources import get as fetch
+from vitrail.errors import ConfigError
 
 app = App(
     name="data",
@@ -51,6 +52,8 @@ def show(
     count: int = 24,
     seed: int = 0,
     side: int = 192,
+    pictures: Path | None = None,
+    vendors: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     atlas: str = "emoji",
 ) -> None:
     """Draw a contact sheet of a data set: some of its pictures, with their words and boxes.
@@ -59,8 +62,8 @@ def show(
     ----------
     what
         A source (`vitrail data list`), scenes by their preset (plain, relations, inside, counting, counting-more,
-        colours, small, crowded, words, drawing, mixed), shards ("train-{000..009}.tar"), or a file or folder in any
-        format that is read: LLaVA, COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
+        colours, small, crowded, words, drawing, mixed), shards (a .tar, a folder of them, "train-{000..009}.tar"), or a
+        file or folder in any format that is read: LLaVA, COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
     out
         The picture to write.
     count
@@ -69,6 +72,10 @@ def show(
         Which samples: another seed shows others.
     side
         Pixels of a scene's side.
+    pictures
+        Folder the pictures of a file lie in; beside it unless said.
+    vendors
+        Whose sprites scenes are made of; all unless said. May be repeated.
     atlas
         Sprites that scenes are made of: emoji, or a .safetensors file.
     """
@@ -76,7 +83,8 @@ def show(
     from vitrail.show.style import check_picture, save_picture
 
     check_picture(out)
-    save_picture(draw_data(what, count=count, seed=seed, side=side, atlas=atlas), out)
+    sheet = draw_data(what, count=count, seed=seed, side=side, pictures=pictures, vendors=vendors, atlas=atlas)
+    save_picture(sheet, out)
     print(out)
 
 
@@ -92,7 +100,8 @@ def make(
     start: int = 0,
     questions: int = 6,
     held_out: bool = False,
-    vendors: Annotated[list[str] | None, Parameter(negative="")] = None,
+    combinations: Literal["train", "test", "all"] = "train",
+    vendors: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     atlas: str = "emoji",
 ) -> None:
     """Write scenes as WebDataset shards: pictures, captions, and as JSON every box, name, colour, question and answer.
@@ -118,6 +127,8 @@ def make(
         Questions a scene, of different kinds.
     held_out
         Speak in paraphrases that training never uses.
+    combinations
+        Colours that things wear: those of training, the one of each thing that is kept for testing, or all.
     vendors
         Whose sprites; all unless said. May be repeated.
     atlas
@@ -129,10 +140,16 @@ def make(
     from vitrail.data.told import Teller
     from vitrail.data.words import table
 
-    scene: dict[str, object] = {"vendors": vendors} if vendors else {}
+    scene: dict[str, object] = {"combinations": combinations, "vendors": list(vendors)}
     config = ScenesConfig(atlas=atlas, preset=preset, scene=scene, side=side, seed=seed)
     teller = Teller(SceneSource(config, open_atlas(atlas)), questions=questions, held_out=held_out)
+    stop = start + max(count, 2000)
+    if not 0 <= start < start + count <= stop <= config.count:
+        raise ConfigError(
+            f"{count} scenes from number {start}",
+            f"give a count of at least 1, a start from 0 to {config.count - stop}",
+        )
     shards = write_shards((told.sample() for told in teller.told(start, start + count)), out, name=preset)
     print(f"{count:,} scenes in {len(shards)} shards: {out}")
-    print(f"\nwithout looking, over {max(count, 2000):,} scenes:")
-    print(table(teller.baselines(start, start + max(count, 2000))))
+    print(f"\nwithout looking, over {stop - start:,} scenes:")
+    print(table(teller.baselines(start, stop)))

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from vitrail.errors import CheckpointError, ImageError
+from vitrail.evals.judge import SURE
 
 app = App(
     name="judge",
@@ -23,7 +24,7 @@ def check(
     vendors: Annotated[tuple[str, ...], Parameter(negative="")] = ("twemoji",),
     preset: str = "drawing",
     seed: int = 4242,
-    threshold: float = 0.4,
+    threshold: float = SURE,
     atlas: str = "emoji",
 ) -> None:
     """Print how often a judge is wrong about labelled renders, by GenEval's six kinds of prompt.
@@ -77,7 +78,7 @@ def look(
     images: Annotated[list[Path], Parameter(negative="")],
     /,
     *,
-    threshold: float = 0.4,
+    threshold: float = SURE,
     out: Path | None = None,
 ) -> None:
     """Print what a detector sees in pictures, surest first, and draw its boxes.

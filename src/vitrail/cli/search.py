@@ -48,8 +48,8 @@ def search(
     device
         cpu, cuda, …; a GPU if there is one.
     """
-    from vitrail.search.find import Query, draw_found, find, shown
     from vitrail.search.index import endings, update
+    from vitrail.search.query import Query, draw_found, find, shown
     from vitrail.show.style import check_picture, save_picture
 
     asked = Query.read(query, without)

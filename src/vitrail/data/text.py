@@ -1,5 +1,6 @@
 """Texts as windows of tokens."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -45,6 +46,11 @@ class TextWindows:
         eos = [] if tokenizer.eos is None else [tokenizer.eos]
         ids = [i for stretch in stretches for i in (*tokenizer.encode(stretch), *eos)]
         self.ids = np.array(ids, dtype=np.int32)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any of its tokens."""
+        return hashlib.sha256(self.ids.tobytes()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return max(0, (len(self.ids) - 1) // self.config.length)

@@ -3,30 +3,23 @@
 B scenes
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vitrail.data.scenes import backgrounds
 from vitrail.data.scenes.scene import COLOURS, GRID
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.words import DRAFTS, KINDS, Baseline, Said, Words, ask_several, balanced, baselines, preference, swap
 from vitrail.data.words.templates import SWAPS
+from vitrail.errors import ConfigError
 
 QUESTIONS = tuple(kind for kind in DRAFTS if not kind.startswith("caption"))
 BATCH = 256
 FITTED = 4096  # scenes that the balance of answers is fitted to
-
-_BEHIND = {
-    "flat": "a plain wall",
-    "gradient": "a wall that fades",
-    "stripes": "stripes",
-    "checks": "a chequered wall",
-    "noise": "mottled paper",
-    "photo": "a blurred landscape",
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,24 @@ class Teller:
         self.source, self.questions, self.held_out = source, questions, held_out
         asked = source.config.asked()
         table = source.atlas.table
-        words = Words.of(table, objects=max(asked.objects[1], asked.slots), backgrounds=_named_backgrounds())
-        # Fitted to scenes that no training sample is, counted back from the last.
+        # What is never drawn is never asked about: its absence would be known without looking.
+        words = Words.of(table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
+        # Fitted to the last scenes there are, which a run of fewer never reaches.
         last = torch.arange(source.config.count - 1, max(-1, source.config.count - 1 - FITTED), -1)
         self.words = balanced(words, source.scenes(last))
 
+    @property
+    def settings(self) -> str:
+        """A name for all that decides what is told: data sets of other settings share no key."""
+        config = {k: v for k, v in self.source.config.plain().items() if k != "count"}
+        about = json.dumps([config, self.source.fingerprint, self.questions, self.held_out], sort_keys=True)
+        return hashlib.sha256(about.encode()).hexdigest()[:8]
+
     def told(self, start: int, stop: int) -> Iterator[Told]:
+        if not 0 <= start < stop <= self.source.config.count:
+            raise ConfigError(
+                f"scenes {start:,} to {stop:,} of {self.source.config.count:,}", "count at least one, from 0 on"
+            )
         for first in range(start, stop, BATCH):
             yield from self._batch(torch.arange(first, min(first + BATCH, stop)))
 
@@ -78,9 +83,9 @@ class Teller:
         said = self._ask(scenes, QUESTIONS, self.questions)
         questions, answers = read(said.question), read(said.answer)
         pair = preference(self.words, scenes, seed, held_out=self.held_out)
-        swaps = {sort: swap(self.words, scenes, seed, sort) for sort in SWAPS}
+        swaps = {sort: swap(self.words, scenes, seed, sort, held_out=self.held_out) for sort in SWAPS}
         pixels = drawn.pixels.permute(0, 2, 3, 1).numpy()
-        n = self.questions
+        n, settings = self.questions, self.settings
         for b in range(len(index)):
             rows = [i for i in range(b * n, (b + 1) * n) if said.valid[i]]
             truth: dict[str, Any] = {
@@ -98,7 +103,7 @@ class Teller:
                 if each.valid[b]:
                     true, false = (read(x[b : b + 1])[0] for x in (each.true, each.false))
                     truth.setdefault("swaps", []).append({"sort": sort, "true": true, "false": false})
-            yield Told(f"{int(index[b]):010}", pixels[b], truth)
+            yield Told(f"{settings}-{int(index[b]):010}", pixels[b], truth)
 
     def _objects(self, scene: Any) -> list[dict[str, Any]]:
         """From the farthest to the nearest."""
@@ -117,7 +122,3 @@ class Teller:
                 }
             )
         return found
-
-
-def _named_backgrounds() -> list[str]:
-    return [_BEHIND[name] for name in backgrounds.NAMES]

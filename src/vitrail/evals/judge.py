@@ -3,7 +3,6 @@
 B pictures, O objects
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -14,14 +13,17 @@ from vitrail.data.scenes.source import Drawn, SceneSource
 from vitrail.data.words import Spec, Words, matches, prompt
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.errors import ConfigError
+from vitrail.evals.shares import Share
 from vitrail.models.detector import Detector
+
+SURE = 0.4  # how sure a detector must be of an object; the published error is measured so
 
 
 class Judge:
     """Writes what a detector finds as scenes of a table's sprites, so that one rule says what is right, for drawings
     whose truth is known and for those that are only looked at."""
 
-    def __init__(self, detector: Detector, words: Words, table: SpriteTable, *, threshold: float = 0.5):
+    def __init__(self, detector: Detector, words: Words, table: SpriteTable, *, threshold: float = SURE):
         self.detector, self.words, self.threshold = detector.eval(), words, threshold
         shown: dict[str, int] = {}
         for row, (kind, concept) in enumerate(zip(table.kind, table.concept.tolist(), strict=True)):
@@ -58,30 +60,6 @@ class Judge:
     def right(self, spec: Spec, pixels: Tensor) -> Tensor:
         """(B,) whether each picture shows what its prompt asked for"""
         return matches(self.words, spec, self.look(pixels))
-
-
-@dataclass(frozen=True)
-class Share:
-    """So many of so many, with Wilson's interval of 95 %."""
-
-    hits: int
-    of: int
-
-    @property
-    def value(self) -> float:
-        return self.hits / self.of if self.of else math.nan
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        n, p, z = self.of, self.value, 1.959964
-        if not n:
-            return 0.0, 1.0
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.value:.1%} [{low:.1%}, {high:.1%}] of {self.of}"
 
 
 @dataclass(frozen=True)
@@ -152,6 +130,8 @@ def altered(spec: Spec, kind: str) -> Spec:
 
 def check(judge: Judge, source: SceneSource, n: int = 200, *, start: int = 0) -> dict[str, Error]:
     """The judge's error on n labelled renders, by kind and in all."""
+    if n < len(DRAWINGS):
+        raise ConfigError(f"{n} renders for {len(DRAWINGS)} kinds of prompt", f"give at least {len(DRAWINGS)}")
     errors, verdicts, truths = {}, [], []
     for i, kind in enumerate(DRAWINGS):
         many = n // len(DRAWINGS) + (i < n % len(DRAWINGS))

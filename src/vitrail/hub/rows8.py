@@ -1,6 +1,6 @@
 """Weights in a quarter of their size: whole numbers of 8 bits, with one scale a row. For models that ship or travel.
 
-A tensor of two axes or more is stored as int8, and beside it `NAME:scale`, float16; vectors stay as they are.
+A tensor of two axes or more is stored as int8, and beside it `NAME:scale`, float32; vectors stay as they are.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,10 @@ def packed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
             yield name, tensor
             continue
         rows = tensor.detach().float().flatten(1)
-        scale = (rows.abs().amax(1, keepdim=True) / 127).to(torch.float16)
-        # A row too small for float16's least number is stored as zeros, which is what it is to anything that reads it.
-        whole = (rows / scale.float().clamp(min=1e-12)).round().clamp(-127, 127).to(torch.int8)
+        if not bool(rows.isfinite().all()):
+            raise CheckpointError(f"tensor {name!r} holds what is no number", "save it whole, and see what went wrong")
+        scale = rows.abs().amax(1, keepdim=True) / 127 if rows.shape[1] else rows.new_zeros(len(rows), 1)
+        whole = torch.where(scale > 0, rows / scale, 0).round().to(torch.int8)
         yield name, whole.view(tensor.shape)
         yield name + SCALE, scale[:, 0]
 
@@ -36,12 +37,16 @@ def unpacked(weights: Weights) -> Iterator[tuple[str, Tensor]]:
             continue
         tensor = weights[name]
         if name + SCALE not in weights:
+            if tensor.dtype == torch.int8:
+                raise CheckpointError(f"tensor {name!r} of {weights.path} is packed and has no scale", "fetch it again")
             yield name, tensor
             continue
-        scale = weights[name + SCALE]
+        scale = weights[name + SCALE].float()
+        if not bool((scale.isfinite() & (scale >= 0)).all()):
+            raise CheckpointError(f"the scale of {name!r} in {weights.path} is no number", "fetch it again")
         if tensor.dtype != torch.int8 or scale.shape != tensor.shape[:1]:
             raise CheckpointError(
                 f"tensor {name!r} of {weights.path} is {tuple(tensor.shape)} and its scale {tuple(scale.shape)}",
                 "fetch it again",
             )
-        yield name, tensor.float() * scale.float().view(-1, *[1] * (tensor.ndim - 1))
+        yield name, tensor.float() * scale.view(-1, *[1] * (tensor.ndim - 1))

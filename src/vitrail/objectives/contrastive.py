@@ -106,6 +106,8 @@ def checked(
     if u.ndim != 2 or v.ndim != 2 or u.shape[1:] != v.shape[1:] or u.dtype != v.dtype or not u.is_floating_point():
         kinds = " and ".join(f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}" for x in (u, v))
         raise ConfigError(f"{kinds} cannot be compared", "give u (N, D) and v (M, D) of one floating type")
+    if u.dtype == torch.float16:  # gradients too small for it are scaled up first, as a loss scaler means them to be
+        u, v = u.float(), v.float()
     return u, v, scalar("scale", scale, u), read(labels, len(u), len(v) if columns is None else columns)
 
 

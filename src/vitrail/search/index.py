@@ -204,15 +204,13 @@ def _load(file: Path, key: str, say: Callable[[str], Any]) -> dict[str, Entry]:
         tensors = load_file(file)
         vectors = tensors["vectors"]
         its, rows = json.loads(tensors["rows"].tobytes())
-        entries = {}
-        at = 0
+        entries, at = {}, 0
         for path, size, mtime_ns, reason in rows:
             entries[path] = Entry(size, mtime_ns, None if reason else vectors[at], reason)
             at += not reason
-        whole = its == key and at == len(vectors) and vectors.dtype == np.float16 and np.isfinite(vectors).all()
+        if its == key and at == len(vectors) and vectors.dtype == np.float16 and np.isfinite(vectors).all():
+            return entries
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError):
-        whole = False
-    if not whole:
-        say(f"{file} cannot be read: the index is made anew")
-        return {}
-    return entries
+        pass
+    say(f"{file} is no index of this model, or broken: it is made anew")
+    return {}

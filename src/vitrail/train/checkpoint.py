@@ -147,6 +147,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     found = json.loads((path / "state.json").read_text())
     if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
         raise ValueError("state.json does not say which files belong to it")
+    if path_of(path.parent, found.get("step", -1)) != path:
+        raise ValueError(f"state.json is that of step {found.get('step')}")
     return found
 
 

@@ -129,10 +129,11 @@ def gather(mine: T) -> list[T]:
 
 
 @torch.no_grad()
-def put_together(sharded: nn.Module, into: nn.Module | None) -> None:
-    """Copy shared-out weights into a whole model, a tensor at a time; a rank that wants none helps the others."""
+def put_together(sharded: nn.Module, into: nn.Module | None, masters: Mapping[str, Tensor]) -> None:
+    """Copy shared-out weights into a whole model, a tensor at a time, masters in place of what was rounded from them; a
+    rank that wants none helps the others."""
     targets = {} if into is None else into.state_dict()
-    for name, tensor in sharded.state_dict().items():
+    for name, tensor in (sharded.state_dict() | dict(masters)).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if into is not None:
             targets[name].copy_(whole)

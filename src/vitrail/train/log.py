@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from vitrail.errors import TrainError
+
 
 class Board(Protocol):
     """Where the rows of a log are drawn."""
@@ -107,7 +109,13 @@ class Log:
 
     def row(self, step: int, values: dict[str, float]) -> None:
         if self.speaks:
-            self.stream.write(json.dumps({"step": step, **values}) + "\n")
+            try:
+                self.stream.write(json.dumps({"step": step, **values}) + "\n")
+            except OSError as error:
+                raise TrainError(
+                    f"step {step} could not be written to {self.file}: {error}",
+                    "make room and start the same command again; it goes on from the last checkpoint",
+                ) from error
         self._all(lambda board: board.row(step, values))
 
     def flush(self) -> None:

@@ -211,6 +211,10 @@ class Optimizer:
             self.accumulate()  # what a last pass may have left on the weights
         return [slot.grad for slot in self.slots.values() if slot.grad is not None]
 
+    def masters(self) -> dict[str, Tensor]:
+        """Parameter → what it is in float32, where the weight itself is narrower."""
+        return {name: slot.copy for name, slot in self.slots.items() if slot.copy is not None}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Flat: `mean.`, `square.`, `steps.` and, for weights in half precision, `master.` before a parameter's name.
 

@@ -43,6 +43,23 @@ class Samples(Dataset):
         return source[draw.item]
 
 
+class _Numbers:
+    """The sample numbers of every batch to come, made when they are asked for."""
+
+    def __init__(self, of_step: Callable[[int], list[list[int]]], start: int, stop: int):
+        self.of_step, self.start, self.stop = of_step, start, stop
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.start, self.stop):
+            yield from self.of_step(step)
+
+
+def _unmoved(_worker: int) -> None:
+    """A signal to the whole group is for the run to answer: it ends the step, saves, and then the workers."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Trainer:
     """Trains one stage in `folder`, which holds its checkpoints and its log."""
 
@@ -92,15 +109,15 @@ class Trainer:
         distributed.wait()
         self._resume(saves)
         if self.step >= self.stage.steps:
-            return self.task.model
+            return self._settled()
         log = Log(self.folder, self.stage.name, self.step, self.stage.steps, self.quiet, distributed.rank() == 0)
         if self.step:
             log.say(f"goes on from step {self.step}")
         rate = _matrix_rate(self.device, getattr(torch, self.stage.dtype))
         self.task.model.train()
+        stop = 0
         try:
-            with self._signals(), contextlib.closing(self._batches()) as batches:
-                stop = 0
+            with self._signals(), self._workers(), contextlib.closing(self._batches()) as batches:
                 while self.step < self.stage.steps and not stop:
                     values = self._one_step(batches, rate)
                     self.step += 1
@@ -112,19 +129,36 @@ class Trainer:
                     if self.step % self.stage.save_every == 0 or self.step == self.stage.steps or stop:
                         log.flush()
                         self._save(saves)
+            stop = distributed.most(self._stop)  # one that came while the last step was being saved counts too
         finally:
             log.close()
-        if stop and self.step < self.stage.steps:
+        if stop:
             raise TrainError(
                 f"stopped by {signal.Signals(stop).name} after step {self.step} of {self.stage.steps}, "
                 f"which is saved in {saves}",
                 "start the same command again to go on",
             )
-        return self.task.model
+        return self._settled()
+
+    @torch.no_grad()
+    def _settled(self) -> nn.Module:
+        """The model as the next stage finds it: in float32, exact where it has masters, and without our patches. Many
+        ranks hold shards still, which are put together from outside."""
+        model = self.task.model
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.__dict__.pop("forward", None)
+        if distributed.size() == 1 and self.stage.dtype == "bfloat16":
+            masters = self.optimizer.masters()
+            model.float()
+            for name, weight in model.named_parameters():
+                if name in masters:
+                    weight.copy_(masters[name])
+        return model
 
     def _one_step(self, batches: Iterator[list[Batch]], rate: float) -> dict[str, float]:
         start = time.perf_counter()
-        micro = distributed.filled(self.task, self._next(batches))
+        micro = distributed.filled(self.task, next(batches))
         waited = time.perf_counter() - start
         torch.manual_seed(_seed(self.seed, self.step, distributed.rank()))
         own = [bool(indices) for indices in self._indices(self.step)]  # what is borrowed weighs nothing
@@ -216,7 +250,8 @@ class Trainer:
     def _batches(self) -> Generator[list[Batch], None, None]:
         loader = DataLoader(
             Samples(self.order, self.sources),
-            batch_sampler=[ids for step in range(self.step, self.stage.steps) for ids in self._read(step)],
+            batch_sampler=_Numbers(self._read, self.step, self.stage.steps),  # pyrefly: ignore
+            worker_init_fn=_unmoved,
             collate_fn=self.task.collate,
             num_workers=self.stage.workers,
             pin_memory=self.device.type == "cuda",
@@ -226,15 +261,17 @@ class Trainer:
         for _ in range(self.step, self.stage.steps):
             yield [next(stream) for _ in range(self.stage.accumulate)]
 
-    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+    @contextlib.contextmanager
+    def _workers(self) -> Iterator[None]:
+        """A worker that dies is noticed wherever the run happens to be; its death is said plainly."""
         try:
-            return next(batches)
+            yield
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
             raise TrainError(
-                f"a data worker died while step {self.step + 1} was being read: {error}",
-                "free memory or use fewer workers, and start the same command again",
+                f"a data worker died in step {self.step + 1}: {error}",
+                "free memory or use fewer workers (stages.N.workers), and start the command again",
             ) from error
 
     # ---- surviving ----------------------------------------------------------------------------------------------
@@ -302,7 +339,7 @@ class Trainer:
         save_file(copies, about / "batch.safetensors")
         raise TrainError(
             f"step {self.step + 1} is not a number: losses {means}, gradient norm {norm}; its batch is in {about}",
-            "look at them; lower the rate or mend the data; the last checkpoint is untouched",
+            "look at them; mend the data, or lower the rate in a run of its own (another --out)",
         )
 
 

@@ -73,7 +73,9 @@ PRESETS = {
     "relations": SceneConfig(objects=(2, 3), sizes=(0.2, 0.35)),
     "inside": SceneConfig(objects=(2, 4), sizes=(0.18, 0.32), inside=1.0),
     "counting": SceneConfig(objects=(1, 8), sizes=(0.14, 0.28), repeat=1.0, tint=0.2),
-    "counting-more": SceneConfig(objects=(9, 12), sizes=(0.12, 0.22), repeat=1.0, tint=0.2),  # counts not seen before
+    "counting-more": SceneConfig(
+        objects=(9, 12), sizes=(0.12, 0.22), repeat=1.0, tint=0.2
+    ),  # 9 to 12 are counts that no other preset has
     "colours": SceneConfig(objects=(1, 4), tint=1.0),
     "small": SceneConfig(objects=(1, 6), sizes=(0.07, 0.13)),
     "crowded": SceneConfig(objects=(6, 8), sizes=(0.2, 0.4), overlap=0.35, inside=0.2, repeat=0.2),

@@ -3,6 +3,7 @@
 B scenes, O object slots, H, W pixels.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from vitrail.data.scenes.config import PRESETS, SceneConfig
 from vitrail.data.scenes.layout import Layout
 from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID, Scenes
-from vitrail.data.scenes.sprites import Atlas
+from vitrail.data.scenes.sprites import Atlas, rows_where
 from vitrail.errors import ConfigError, nearest
 
 
@@ -31,8 +32,10 @@ class ScenesConfig(Config, tag="scenes", tag_field="kind"):
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ConfigError(f"there are no scenes {self.preset!r}", nearest(self.preset, PRESETS))
-        if self.side < 8 or self.count < 1:
-            raise ConfigError(f"{self.count} scenes of {self.side} pixels", "give at least one, of at least 8 pixels")
+        if self.side < 8:
+            raise ConfigError(f"scenes of {self.side} pixels", "give at least 8 pixels")
+        if self.count < 1:
+            raise ConfigError(f"{self.count} scenes", "give at least one")
         self.asked()
 
     def asked(self) -> SceneConfig:
@@ -63,6 +66,11 @@ class SceneSource:
         self.config, self.atlas, self.name = config, atlas, name
         self._ready: dict[torch.device, tuple[Layout, Atlas]] = {}
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the sprites there are."""
+        return hashlib.sha256("\n".join(self.atlas.table.id).encode()).hexdigest()[:16]
+
     def __len__(self) -> int:
         return self.config.count
 
@@ -77,6 +85,17 @@ class SceneSource:
         concept = [table.names[c] for c in table.concept.tolist()]
         kept = [i for i, kind in enumerate(table.kind) if kind != "thing" or concept[i] in known]
         return SceneSource(self.config, self.atlas.select(kept), self.name)
+
+    @property
+    def rows(self) -> Tensor:
+        """The sprites that its scenes are made of."""
+        asked, table = self.config.asked(), self.atlas.table
+        found = [rows_where(table, ["thing"], asked.vendors or None, asked.names or None)]
+        if asked.word:
+            found.append(rows_where(table, ["word"], asked.fonts or None))
+        if asked.inside:
+            found.append(rows_where(table, ["frame"]))
+        return torch.cat(found)
 
     def scenes(self, index: Tensor) -> Scenes:
         """What is where, before a pixel is drawn."""

@@ -48,7 +48,7 @@ _HUES = frozenset(colour.name for colour in COLOURS[1:])
 
 # Names that are their own plural: a few can be counted, others come in pairs or bunches, the rest are stuff.
 _COUNTED = re.compile(
-    r".*(fish|sheep|deer|bison|squid|shrimp|salmon|craft|series|species|moai|dango|oden)", re.IGNORECASE
+    r".*(fish|sheep|deer|moose|bison|squid|shrimp|salmon|craft|series|species|moai|dango|oden)", re.IGNORECASE
 )
 _UNITS = {
     ("pair", "pairs"): "scissors glasses sunglasses goggles spectacles jeans trousers pants shorts briefs tongs pliers "
@@ -70,6 +70,12 @@ _ALSO = {
     "flower": "rose tulip hibiscus sunflower blossom lotus hyacinth bouquet daisy",
     "tree": "evergreen palm oak pine",
     "dog": "poodle puppy",
+    "bus": "trolleybus minibus",
+    "bug": "beetle ant cockroach ladybug",
+    "automobile": "car taxi",
+    "chicken": "rooster hen",
+    "optical": "dvd",
+    "disk": "dvd",
     "cat": "kitten",
     "fish": "blowfish shark salmon carp",
     "car": "automobile taxi",
@@ -88,7 +94,10 @@ _ALSO = {
     "computer": "laptop",
     "ball": "football basketball baseball volleyball",
 }
-_ALSO_OF = {word: also for also, names in _ALSO.items() for word in names.split()}
+_ALSO_OF: dict[str, set[str]] = {}
+for _also, _names in _ALSO.items():
+    for _name in _names.split():
+        _ALSO_OF.setdefault(_name, set()).add(_also)
 
 
 def article(noun: str) -> str:
@@ -126,4 +135,4 @@ def noun(name: str, plural: str) -> tuple[str, str]:
 def meanings(name: str) -> frozenset[str]:
     """The words of a name and what else its thing is called: one that has them all may be meant by this name."""
     words = set(name.lower().split())
-    return frozenset(words | {_ALSO_OF[word] for word in words if word in _ALSO_OF})
+    return frozenset(words.union(*(_ALSO_OF.get(word, ()) for word in words)))

@@ -3,18 +3,22 @@
 N pictures, E width of the embedding
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 from PIL import Image
 
 from vitrail.errors import ConfigError, ImageError
 from vitrail.processing.images import load_image
-from vitrail.search.eye import ContrastiveEye
 from vitrail.search.index import Index, endings
 from vitrail.show.sheet import Tile, draw_sheet
+
+if TYPE_CHECKING:
+    from vitrail.search.eye import ContrastiveEye
 
 
 class Hit(NamedTuple):
@@ -41,7 +45,9 @@ class Query(NamedTuple):
         words = " ".join(" ".join(term for term in terms if term not in pictures).split())
         avoided = tuple(" ".join(text.split()) for text in without)
         if not words and not pictures:
-            raise ConfigError("nothing to search for", 'say it in words, or name a picture: vitrail search FOLDER "a cat"')
+            raise ConfigError(
+                "nothing to search for", 'say it in words, or name a picture: vitrail search FOLDER "a cat"'
+            )
         if not all(avoided):
             raise ConfigError("--without is empty", "give the words to keep away from, or leave it out")
         return cls(words, tuple(map(Path, pictures)), avoided)
@@ -77,7 +83,9 @@ def find(index: Index, query: np.ndarray, count: int) -> list[Hit]:
 
 def draw_found(folder: Path, hits: Sequence[Hit], title: str, under: str = "", side: int = 176) -> Image.Image:
     """A contact sheet: pictures with rank, score and path."""
-    return draw_sheet([_tile(folder, rank, hit, side) for rank, hit in enumerate(hits, 1)], title, under=under, side=side)
+    return draw_sheet(
+        [_tile(folder, rank, hit, side) for rank, hit in enumerate(hits, 1)], title, under=under, side=side
+    )
 
 
 def shown(path: str) -> str:

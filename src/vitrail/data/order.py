@@ -78,19 +78,30 @@ class Order:
         self.sizes = [sizes[name] for name in self.names]
         self._drawn = [np.zeros(len(self.names), dtype=np.int64)]  # draws of each source before block b
         self._owed = np.zeros(len(self.names))  # what rounding has kept back so far
+        self._last: tuple[int, list[tuple[int, int]]] | None = None
 
     def __getitem__(self, index: int) -> Draw:
         if index < 0:
             raise IndexError(index)
         block, place = divmod(index, BLOCK)
         self._reach(block + 1)
-        before, after = self._drawn[block], self._drawn[block + 1]
-        labels = np.repeat(np.arange(len(self.names)), after - before)
-        labels = labels[np.random.default_rng(_mix(self.seed, 0, block)).permutation(BLOCK)]
-        source = int(labels[place])
-        count = int(before[source] + (labels[:place] == source).sum())
+        source, count = self._shuffled(block)[place]
         epoch, item = divmod(count, self.sizes[source])
         return Draw(self.names[source], permuted(item, self.sizes[source], _mix(self.seed, 1, source, epoch)), epoch)
+
+    def _shuffled(self, block: int) -> list[tuple[int, int]]:
+        """The block's samples in their order: which source, and which draw from it. Neighbours ask for the same one."""
+        kept = self._last
+        if kept is None or kept[0] != block:
+            before, after = self._drawn[block], self._drawn[block + 1]
+            labels = np.repeat(np.arange(len(self.names)), after - before)
+            labels = labels[np.random.default_rng(_mix(self.seed, 0, block)).permutation(BLOCK)]
+            count, found = before.tolist(), []
+            for source in labels.tolist():
+                found.append((source, count[source]))
+                count[source] += 1
+            kept = self._last = block, found
+        return kept[1]
 
     def _reach(self, blocks: int) -> None:
         """Share out whole blocks by largest remainder, carrying what was not given to the next."""

@@ -32,7 +32,7 @@ def learn(folder: Path, stop: int = 0, more: dict | None = None) -> None:
     plain = run._one_step
 
     def one_step(*given):
-        if run.step == stop - 1 and distributed.rank() == distributed.size() - 1:
+        if run.step == stop - 1 < STEPS - 1 and distributed.rank() == distributed.size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(*given)
 

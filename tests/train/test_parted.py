@@ -126,7 +126,7 @@ def learn(folder: Path, more: dict, kind: type = Ruly, lora: bool = False) -> No
     kinds = [run.order[i].source for i in range(run.stage.batch * 10)]
     run.train()
     whole = add_lora(Seeing(), LORA) if lora else Seeing()
-    distributed.put_together(run.task.model, whole)
+    distributed.put_together(run.task.model, whole, run.optimizer.masters())
     steps = {name: slot.steps for name, slot in run.optimizer.slots.items()}
     about = {"filled": distributed.gather(getattr(task, "filled", 0)), "kinds": kinds, "steps": steps}
     if distributed.rank() == 0:

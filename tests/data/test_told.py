@@ -64,6 +64,8 @@ def test_a_scene_is_told_alike_whoever_tells_it_with_whom(source):
     pairs = [(told["swaps"], other["swaps"]) for told, other in both if "swaps" in told]
     assert len(pairs) > 20 and not any(a == b for a, b in pairs)  # no sentence of training is among the others
     assert not strange.keys() & {told.key for told in together}
+    more = SceneSource(source.config.with_(count=6000), source.atlas)  # balanced over other scenes
+    assert Teller(more).settings != teller.settings
     held_out = next(Teller(source, held_out=True).told(7, 8))
     assert np.array_equal(held_out.pixels, alone[0].pixels)
     assert held_out.truth["questions"] != alone[0].truth["questions"]

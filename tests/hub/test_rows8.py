@@ -45,6 +45,11 @@ def test_rows_of_any_size_come_back(size):
     assert bool(((back - rows).abs() <= size / 253).all())
 
 
+def test_the_smallest_rows_keep_their_sign():
+    kept = dict(packed([("w", torch.tensor([[2e-43, -2e-43]]))]))["w"]
+    assert kept[0, 0] >= 0 >= kept[0, 1]
+
+
 def test_what_is_no_number_and_what_is_empty():
     assert dict(packed([("w", torch.zeros(3, 0))]))["w"].shape == (3, 0)
     for bad in (torch.inf, torch.nan):

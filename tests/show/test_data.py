@@ -47,7 +47,7 @@ def test_scenes_are_made_and_shown(atlas, tmp_path, capsys):
     assert len(list(made.glob("*.tar"))) == 1  # it was there
     with pytest.raises(VitrailError, match=r"other samples|another"):  # and is not taken for what it is not
         run("make", "crowded", "--out", str(made), "--count", "8", "--side", "32", "--atlas", atlas, "--seed", "7")
-    for bad in (["--count", "0"], ["--count", "-3"], ["--start", "-5"], ["--start", "1073741820"], ["--side", "7"]):
+    for bad in (["--count", "0"], ["--count", "-3"], ["--start", "-5"], ["--start", "1073741824"], ["--side", "7"]):
         with pytest.raises(VitrailError):
             run("make", "crowded", "--out", str(tmp_path / "bad"), "--atlas", atlas, *bad)
     assert not (tmp_path / "bad").exists()
@@ -82,3 +82,13 @@ def test_unknown_data_is_refused_with_the_nearest_name(tmp_path):
         run("show", "crowded", "--out", str(tmp_path / "sheet.doc"))
     with pytest.raises(VitrailError, match="no atlas"):
         draw_data("crowded", atlas="emojy")
+
+
+def test_a_folder_is_shards_only_if_nothing_else_is_in_it(tmp_path):
+    folder = tmp_path / "pics {2020}"  # braces are a pattern only where no such folder is
+    folder.mkdir()
+    for i in range(3):
+        Image.new("RGB", (30, 30), (80 * i, 20, 200)).save(folder / f"{i}.png")
+    alone = draw_data(str(folder))
+    (folder / "backup.tar").write_bytes(b"")
+    assert np.array_equal(np.asarray(draw_data(str(folder))), np.asarray(alone))

@@ -406,3 +406,34 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("vitrail.train.log.json.dumps", full)
     with pytest.raises(TrainError, match=r"log\.jsonl.*No space"):
         run.train()
+
+
+class Slow(list):
+    def __getitem__(self, item):
+        time.sleep(60 if item == SLOW else 0)
+        return super().__getitem__(item)
+
+
+SLOW = 7
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_busy_does_not_outlive_the_run(tmp_path, monkeypatch):
+    plain = Trainer._one_step
+    started = []
+
+    def one_step(self, *given):
+        if self.step == 1:
+            started.extend(multiprocessing.active_children())
+            raise Halt
+        return plain(self, *given)
+
+    sources = {"a": Slow(SOURCES["a"]), "b": SOURCES["b"]}
+    run = Trainer(stage(workers=1, steps=200), TextTask(model()), sources, tmp_path, seed=3, quiet=True)
+    draws = [run.order[i] for i in range(40)]
+    # The item that takes a minute is one the worker reads ahead, and no step so far has needed.
+    globals()["SLOW"] = next(d.item for d in draws[8:] if d.source == "a" and d not in draws[:8])
+    monkeypatch.setattr(Trainer, "_one_step", one_step)
+    with pytest.raises(Halt):
+        run.train()
+    assert started and not any(process.is_alive() for process in started)

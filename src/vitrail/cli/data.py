@@ -143,12 +143,12 @@ def make(
     scene: dict[str, object] = {"combinations": combinations, "vendors": list(vendors)}
     config = ScenesConfig(atlas=atlas, preset=preset, scene=scene, side=side, seed=seed)
     teller = Teller(SceneSource(config, open_atlas(atlas)), questions=questions, held_out=held_out)
-    stop = start + max(count, 2000)
-    if not 0 <= start < start + count <= stop <= config.count:
+    if not 0 <= start < start + count <= config.count:
         raise ConfigError(
             f"{count} scenes from number {start}",
-            f"give a count of at least 1, a start from 0 to {config.count - stop}",
+            f"give a count of at least 1, and numbers from 0 to {config.count - 1}",
         )
+    stop = min(start + max(count, 2000), config.count)
     shards = write_shards((told.sample() for told in teller.told(start, start + count)), out, name=preset)
     print(f"{count:,} scenes in {len(shards)} shards: {out}")
     print(f"\nwithout looking, over {stop - start:,} scenes:")

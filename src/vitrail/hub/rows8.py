@@ -23,7 +23,7 @@ def packed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
         if not bool(rows.isfinite().all()):
             raise CheckpointError(f"tensor {name!r} holds what is no number", "save it whole, and see what went wrong")
         scale = rows.abs().amax(1, keepdim=True) / 127 if rows.shape[1] else rows.new_zeros(len(rows), 1)
-        whole = torch.where(scale > 0, rows / scale, 0).round().to(torch.int8)
+        whole = torch.where(scale > 0, rows / scale, 0).round().clamp(-127, 127).to(torch.int8)
         yield name, whole.view(tensor.shape)
         yield name + SCALE, scale[:, 0]
 

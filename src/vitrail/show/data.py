@@ -43,7 +43,7 @@ def draw_data(
     path = Path(what)
     if what in SOURCES or what.startswith("hf:"):
         return _of_source(open_pictures(what), what, count, seed, side)
-    if any(mark in what for mark in "*{?") or path.suffix == ".tar" or any(path.glob("*.tar")):
+    if _are_shards(path):
         shards = Shards(ShardsConfig(paths=what))
         return draw_sheet(list(_shards(shards, _spread(len(shards), count, seed))), f"{what}: {len(shards):,} samples")
     if not path.exists():
@@ -54,6 +54,14 @@ def draw_data(
     samples = open_format(kind, path, **({} if pictures is None else {"pictures": pictures}))
     tiles = [_sample(samples, i) for i in _spread(len(samples), count, seed)]
     return draw_sheet(tiles, f"{path.name}: {len(samples):,} samples", under=kind)
+
+
+def _are_shards(path: Path) -> bool:
+    """A tar, a folder of nothing else, or a pattern."""
+    if path.is_dir():
+        names = [file.name for file in path.iterdir() if not file.name.startswith(".")]
+        return bool(names) and all(name.endswith((".tar", ".tar.vidx")) for name in names)
+    return path.suffix == ".tar" or (not path.exists() and any(mark in str(path) for mark in "*{?"))
 
 
 def _of_source(opened: Pictures, name: str, count: int, seed: int, side: int) -> Image.Image:

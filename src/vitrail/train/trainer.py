@@ -257,9 +257,16 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # its own, so that reading draws nothing from the run's
         )
-        stream = iter(loader)
-        for _ in range(self.step, self.stage.steps):
-            yield [next(stream) for _ in range(self.stage.accumulate)]
+        stream: Any = iter(loader)
+        try:
+            for _ in range(self.step, self.stage.steps):
+                yield [next(stream) for _ in range(self.stage.accumulate)]
+        finally:
+            if workers := getattr(stream, "_workers", ()):
+                stream._shutdown_workers()
+                for worker in workers:
+                    worker.kill()  # one that is busy does not hear that it should end, see `_unmoved`
+                    worker.join()
 
     @contextlib.contextmanager
     def _workers(self) -> Iterator[None]:

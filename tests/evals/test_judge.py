@@ -15,10 +15,10 @@ from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.evals.judge import Judge, check, judge_error, labelled
 from vitrail.evals.shares import Share
-from vitrail.models.detector import Detector, DetectorConfig, Found
+from vitrail.models.detector import Detector, DetectorConfig, Found, seen
 from vitrail.nn import AttentionConfig, BlockConfig
 from vitrail.nn.mlp import PlainConfig
-from vitrail.tasks.detect import DetectTask, seen, worn
+from vitrail.tasks.detect import DetectTask, worn
 
 NAMES = ("disc", "bar", "kite", "ring", "cross", "wedge", "leaf", "drop", "arch", "tooth")
 

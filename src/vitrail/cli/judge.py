@@ -135,8 +135,10 @@ def _seen(detector: Any, picture: Any, threshold: float) -> list[tuple[str, floa
     import numpy as np
     import torch
 
-    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    found, config = detector.find(pixels, threshold=threshold), detector.config
+    from vitrail.models.detector import seen
+
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+    found, config = detector.find(seen(pixels), threshold=threshold), detector.config
     return [
         (
             f"{config.colours[int(found.colour[0, i])]} {config.concepts[int(found.concept[0, i])]}".strip(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vitrail.data.scenes.scene import COLOURS, GRID
+from vitrail.data.scenes.scene import COLOURS, GRID, Scenes
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.words import DRAFTS, KINDS, Baseline, Said, Words, ask_several, balanced, baselines, preference, swap
 from vitrail.data.words.templates import SWAPS
@@ -65,16 +65,12 @@ class Teller:
         for first in range(start, stop, BATCH):
             yield from self._batch(torch.arange(first, min(first + BATCH, stop)))
 
-    def asked(self, start: int, stop: int) -> Said:
-        """The questions of these scenes as tensors."""
-        return self._ask(self.source.scenes(torch.arange(start, stop)), QUESTIONS, self.questions)
-
     def baselines(self, start: int, stop: int) -> list[Baseline]:
         """What can be had of these scenes' questions without looking."""
         scenes = self.source.scenes(torch.arange(start, stop))
         return baselines(self._ask(scenes, QUESTIONS, len(QUESTIONS)))
 
-    def _ask(self, scenes: Any, kinds: tuple[str, ...], n: int) -> Said:
+    def _ask(self, scenes: Scenes, kinds: tuple[str, ...], n: int) -> Said:
         return ask_several(self.words, scenes, self.source.config.seed, kinds, n, held_out=self.held_out)
 
     def _batch(self, index: torch.Tensor) -> Iterator[Told]:
@@ -106,7 +102,7 @@ class Teller:
                     truth.setdefault("swaps", []).append({"sort": sort, "true": true, "false": false})
             yield Told(f"{settings}-{int(index[b]):010}", pixels[b], truth)
 
-    def _objects(self, scene: Any) -> list[dict[str, Any]]:
+    def _objects(self, scene: Scenes) -> list[dict[str, Any]]:
         """From the farthest to the nearest."""
         table = self.source.atlas.table
         found = []

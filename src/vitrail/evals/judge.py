@@ -14,7 +14,7 @@ from vitrail.data.words import Spec, Words, matches, prompt
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.errors import ConfigError
 from vitrail.evals.shares import Share
-from vitrail.models.detector import Detector
+from vitrail.models.detector import Detector, seen
 
 SURE = 0.4  # how sure a detector must be of an object; the published error is measured so
 
@@ -43,8 +43,7 @@ class Judge:
     @torch.no_grad()
     def look(self, pixels: Tensor) -> Scenes:
         """uint8 (B, 3, H, W) → what is on them"""
-        weight = next(self.detector.parameters())
-        found = self.detector.find(pixels.to(weight.dtype) / 127.5 - 1, threshold=self.threshold)
+        found = self.detector.find(seen(pixels), threshold=self.threshold)
         B, M = found.score.shape
         sprite = self.row.to(pixels.device)[found.concept.clamp(min=0)].where(found.concept >= 0, -1)
         none = torch.full((B, M), -1, device=pixels.device)

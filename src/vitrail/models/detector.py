@@ -48,6 +48,11 @@ class Found(NamedTuple):
     count: Tensor  # (B,)
 
 
+def seen(pixels: Tensor) -> Tensor:
+    """uint8 (B, 3, H, W) → the −1…1 that a detector reads"""
+    return pixels.float() / 127.5 - 1
+
+
 class Detector(nn.Module):
     """pixels (B, 3, H, W) → `Cells`"""
 

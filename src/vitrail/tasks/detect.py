@@ -12,7 +12,7 @@ from torch import Tensor
 from vitrail.data.scenes.scene import Scenes
 from vitrail.data.scenes.source import Asked, SceneSource, by_source
 from vitrail.errors import ConfigError
-from vitrail.models.detector import Detector
+from vitrail.models.detector import Detector, seen
 from vitrail.nn import cost
 from vitrail.objectives.detection import detection_losses, targets
 from vitrail.train.task import Batch
@@ -68,11 +68,6 @@ class DetectTask:
             cost.flops(self.model, self.model.work(len(index), self.sources[name].config.side))
             for name, index in batch.items()
         )
-
-
-def seen(pixels: Tensor) -> Tensor:
-    """uint8 (B, 3, H, W) → −1…1"""
-    return pixels.float() / 127.5 - 1
 
 
 def worn(x: Tensor, boxes: Tensor, colour: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.processing.text import Tokenizer
 from vitrail.train.trainer import Trainer
 
-NEEDS_PACKAGE = {"stories-lora", "judge"}
+NEEDS_PACKAGE = {"stories-lora", "judge", "clip-cifar", "clip-unseen", "clip-drawings"}
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import shutil
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -14,12 +15,15 @@ from torch import nn
 
 from vitrail import hub
 from vitrail.config import Config
+from vitrail.data.captions import captions
+from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.families import MODELS
 from vitrail.processing.text import Tokenizer
+from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
 from vitrail.tasks.text import TextTask
 from vitrail.train import distributed
@@ -32,19 +36,36 @@ from vitrail.train.trainer import Trainer
 
 Sources = dict[str, Any]
 
-TASKS: dict[str, Callable[[Any, Sources], Task]] = {
-    "text": lambda model, sources: TextTask(model),
-    "detect": DetectTask,
+
+class TaskKind(NamedTuple):
+    """How a stage's task is made: of the model, the sources its samples come from, the tokenizer, and settings."""
+
+    make: Callable[[Any, Sources, Tokenizer | None, Any], Task]
+    settings: type[Config] = Config
+    captions: bool = False  # its pictures come with words, which a tokenizer can be trained on
+
+
+TASKS: dict[str, TaskKind] = {
+    "text": TaskKind(lambda model, sources, words, settings: TextTask(model)),
+    "detect": TaskKind(lambda model, sources, words, settings: DetectTask(model, sources)),
+    "contrast": TaskKind(ContrastTask, ContrastSettings, captions=True),
 }
-"""A stage's task, from the model and the sources its samples come from."""
+
+
+class StartPart(Config):
+    """Where a part of the model starts from: a part of another one, by the same name unless told."""
+
+    start: str
+    part: str | None = None
 
 
 class ModelPart(Config):
-    """A model by its config, or one that `hub.load` knows, to start from."""
+    """A model by its config, or one that `hub.load` knows, to start from. `parts` start from parts of others."""
 
     kind: str = "decoder"
     config: dict[str, Any] | None = None
     start: str | None = None
+    parts: dict[str, StartPart] = {}
 
     def __post_init__(self) -> None:
         if (self.config is None) == (self.start is None):
@@ -52,7 +73,7 @@ class ModelPart(Config):
 
 
 class TokenizerPart(Config):
-    """A tokenizer from a folder or a model's name, or one trained on the recipe's training text."""
+    """A tokenizer from a folder or a model's name, or one trained on the recipe's training text and captions."""
 
     start: str | None = None
     train: int | None = None  # size of the vocabulary
@@ -62,11 +83,14 @@ class TokenizerPart(Config):
             raise ConfigError("a tokenizer is loaded or trained", "give start = a folder, or train = a vocabulary size")
 
 
+SourceConfig = TextConfig | ScenesConfig | NamedConfig
+
+
 class Recipe(Config):
     name: str
     says: str
     model: ModelPart
-    sources: dict[str, TextConfig | ScenesConfig]
+    sources: dict[str, SourceConfig]
     stages: tuple[StageConfig, ...]
     tokenizer: TokenizerPart | None = None
     seed: int = 0
@@ -81,6 +105,7 @@ class Recipe(Config):
         for i, stage in enumerate(self.stages):
             if stage.task not in TASKS:
                 raise ConfigError(f"stages[{i}].task is {stage.task!r}", f"known: {', '.join(TASKS)}")
+            self.settings(i)
             for key, wanted in (("mixture.weights", stage.mixture.weights), ("judge", stage.judge)):
                 for source in wanted:
                     if source not in self.sources:
@@ -99,6 +124,13 @@ class Recipe(Config):
             )
         if self.model.config is not None:
             self._check_parts(self.model_config())
+
+    def settings(self, i: int) -> Config:
+        """What the i-th stage's task takes besides its sources."""
+        try:
+            return TASKS[self.stages[i].task].settings.read(self.stages[i].settings)
+        except ConfigError as error:
+            raise ConfigError(f"stages[{i}].settings: {error.problem}", error.remedy) from None
 
     def model_config(self) -> Config:
         try:
@@ -211,16 +243,17 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     with distributed.joined(device):
-        if distributed.rank() == 0:
-            _tokenizer(recipe, out)
+        if distributed.rank() == 0:  # what is made once, by one
+            _tokenizer(recipe, out, _pictures(recipe))
         distributed.wait()
-        words = _tokenizer(recipe, out)
-        sources: Sources = {name: _source(name, config, words) for name, config in recipe.sources.items()}
+        shown = _pictures(recipe)
+        words = _tokenizer(recipe, out, shown)
+        sources = {name: shown.get(name) or _text(config, words) for name, config in recipe.sources.items()}
         model = _model(recipe, words)
         recipe.check_stages(model)
         more = {"seed": recipe.seed, "device": device, "identity": identity(recipe, sources), "quiet": quiet}
-        for stage in recipe.stages:
-            task = TASKS[stage.task](model, _named(sources, stage))
+        for i, stage in enumerate(recipe.stages):
+            task = TASKS[stage.task].make(model, _named(sources, stage), words, recipe.settings(i))
             trainer = Trainer(stage, task, sources, out / stage.name, **more)
             trainer.train()
             if distributed.size() > 1:  # the next stage shares the weights out anew; the end is for one alone
@@ -236,7 +269,23 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
     return model
 
 
-def _tokenizer(recipe: Recipe, out: Path) -> Tokenizer | None:
+def _pictures(recipe: Recipe) -> Sources:
+    """The sources that show something."""
+    shown: Sources = {}
+    for name, config in recipe.sources.items():
+        if isinstance(config, ScenesConfig):
+            shown[name] = SceneSource(config, open_atlas(config.atlas), name)
+        elif isinstance(config, NamedConfig):
+            shown[name] = NamedSource(config, name)
+    return shown
+
+
+def _text(config: SourceConfig, words: Tokenizer | None) -> TextWindows:
+    assert isinstance(config, TextConfig) and words is not None
+    return TextWindows(config, words)
+
+
+def _tokenizer(recipe: Recipe, out: Path, shown: Sources) -> Tokenizer | None:
     part = recipe.tokenizer
     if part is None:
         return None
@@ -244,6 +293,8 @@ def _tokenizer(recipe: Recipe, out: Path) -> Tokenizer | None:
         return hub.tokenizer(part.start)
     sources = [source for source in recipe.sources.values() if isinstance(source, TextConfig)]
     texts = [read_text(source) for source in sources if source.part == "train"]
+    told = {name for stage in recipe.stages if TASKS[stage.task].captions for name in stage.mixture.weights}
+    texts += [text for name in shown if name in told for text in captions(shown[name]).pieces.texts[1:]]
     made_of = hashlib.sha256(repr((part.train, texts)).encode()).hexdigest()
     kept, note = out / "tokenizer", "made-of"
     if not (kept / note).is_file() or (kept / note).read_text() != made_of:
@@ -267,13 +318,6 @@ def _keep(model: nn.Module, folder: Path, words: Tokenizer | None) -> None:
         ) from error
 
 
-def _source(name: str, config: TextConfig | ScenesConfig, words: Tokenizer | None) -> Any:
-    if isinstance(config, ScenesConfig):
-        return SceneSource(config, open_atlas(config.atlas), name)
-    assert words is not None
-    return TextWindows(config, words)
-
-
 def _named(sources: Sources, stage: StageConfig) -> Sources:
     """The sources a stage reads."""
     return {name: sources[name] for name in (*stage.mixture.weights, *stage.judge)}
@@ -287,13 +331,40 @@ def _model(recipe: Recipe, words: Tokenizer | None) -> Any:
         model = hub.load(part.start, dtype=torch.float32)
     else:
         model = MODELS[part.kind][1](recipe.model_config())
+    for name, other in part.parts.items():
+        _start(model, name, other)
     if words is not None:
         _check_vocabulary(model.config, words.size)
     return model if recipe.lora is None else add_lora(model, recipe.lora)
 
 
+FRESH = ("mask", "head", "pooler")  # of a tower: what a part may have that the one it starts from has not
+
+
+def _start(model: nn.Module, name: str, other: StartPart) -> None:
+    """Put weights of another model's part into one of this model's."""
+    whole = hub.load(other.start, dtype=torch.float32)
+    try:
+        mine, theirs = model.get_submodule(name), whole.get_submodule(other.part or name)
+    except AttributeError as error:
+        raise ConfigError(f"model.parts.{name}: {error}", f"does {other.start} have such a part?") from None
+    have, give = mine.state_dict(), theirs.state_dict()
+    alone = sorted(key for key in have if key not in give)
+    for key in have:
+        if key.split(".")[0] in FRESH and key in alone:
+            continue
+        if key in alone or have[key].shape != give[key].shape:
+            theirs_is = "missing there" if key in alone else f"of {tuple(give[key].shape)} there"
+            raise ConfigError(
+                f"model.parts.{name} cannot start from {other.start}: {key} is {theirs_is}", "give both the same config"
+            )
+    mine.load_state_dict({key: give[key] for key in have if key in give}, strict=False)
+    if alone:
+        sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(alone)}\n")
+
+
 def _check_vocabulary(config: Any, size: int) -> None:
-    vocab = getattr(config, "vocab", size)
+    vocab = getattr(getattr(config, "text", config), "vocab", size)
     if vocab < size:
         raise ConfigError(
             f"the model knows {vocab} tokens and the tokenizer has {size}", f"set model.config.vocab to {size} or more"

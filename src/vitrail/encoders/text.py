@@ -3,7 +3,7 @@
 B batch, L tokens, D width
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from vitrail.encoders.depth import run_blocks, small, weigh
 from vitrail.errors import ConfigError, TextError
 from vitrail.nn import Block, BlockConfig, Plan, Work, cost
 from vitrail.nn.norms import make_norm
+from vitrail.processing.text import Tokenizer
 
 
 class TextConfig(Config):
@@ -89,6 +90,27 @@ class TextTower(nn.Module):
         """What `cost` needs to know of so many texts, as long as the tower reads unless told."""
         length = length or self.config.context
         return Work.causal(length, batch) if self.config.causal else Work.full(length, batch)
+
+
+class Frame(NamedTuple):
+    """What is written around a text, and what fills it up."""
+
+    front: tuple[int, ...]
+    back: tuple[int, ...]
+    fill: int
+
+
+def frame(tokenizer: Tokenizer, config: TextConfig) -> Frame:
+    """How a tower's texts are written: with the tokenizer's specials, and with an end unless the last place is what is
+    pooled. Padding must not be taken for the end where that is the largest id."""
+    end = config.eos if config.eos is not None else tokenizer.eos
+    inner, outer = tokenizer.encode("a"), tokenizer.encode("a", specials=True)
+    at = next(i for i in range(len(outer)) if outer[i : i + len(inner)] == inner)
+    front, back = tuple(outer[:at]), tuple(outer[at + len(inner) :])
+    if config.pool != "last" and end is not None and back[-1:] != (end,):
+        back = (*back, end)
+    fill = tokenizer.pad if tokenizer.pad is not None and config.pool != "largest" else end if end is not None else 0
+    return Frame(front, back, fill)
 
 
 def _all_end(ends: Tensor, eos: int) -> None:

@@ -35,7 +35,7 @@ Grids = Tensor | Sequence[tuple[int, int]]
 """(h, w) of every picture: a tensor (B, 2) or pairs."""
 
 
-class ViTConfig(Config):
+class ViTConfig(Config, tag="vit", tag_field="kind"):
     """What the towers of the field differ in.
 
     image        side of the pictures it was made for; what patches leave over of it (SigLIP-So400M/14 at 384: six

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vitrail.encoders.conv import Conv, ConvConfig
 from vitrail.encoders.text import TextConfig, TextTower
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.encoders.vit import ViT, ViTConfig
@@ -373,10 +374,16 @@ def _siglip_reader(vision: Callable[[About], ViTConfig]) -> Callable[[About], Co
     return read
 
 
+def _vit(config: ContrastiveConfig) -> ViTConfig:
+    if not isinstance(config.image, ViTConfig):
+        raise CheckpointError("transformers has no CLIP with a convolutional tower", "keep it in our own format")
+    return config.image
+
+
 def _write_clip(config: ContrastiveConfig) -> About:
     return {
         "architectures": ["CLIPModel"],
-        "vision_config": {**_write_clip_vision(config.image), "model_type": "clip_vision_model"},
+        "vision_config": {**_write_clip_vision(_vit(config)), "model_type": "clip_vision_model"},
         "text_config": {**_write_clip_text(config.text), "model_type": "clip_text_model"},
         "projection_dim": config.embed,
         "logit_scale_init_value": config.log_scale,
@@ -387,7 +394,7 @@ def _siglip_writer(name: str, vision: Callable[[ViTConfig], About]) -> Callable[
     def write(config: ContrastiveConfig) -> About:
         return {
             "architectures": [f"{name.capitalize()}Model"],
-            "vision_config": {**vision(config.image), "model_type": f"{name}_vision_model"},
+            "vision_config": {**vision(_vit(config)), "model_type": f"{name}_vision_model"},
             "text_config": {**_write_siglip_text(config.text), "model_type": f"{name}_text_model"},
             # transformers does not know these, and keeps them.
             "logit_scale_init_value": config.log_scale,
@@ -399,7 +406,7 @@ def _siglip_writer(name: str, vision: Callable[[ViTConfig], About]) -> Callable[
 
 def _contrastive_moves(config: ContrastiveConfig) -> list[Move]:
     moves = [
-        *under("image.", "vision_model.", _clip_vision_moves(config.image)),
+        *under("image.", "vision_model.", _clip_vision_moves(_vit(config))),
         *under("text.", "text_model.", _text_moves(config.text)),
     ]
     if config.embed is not None:
@@ -435,6 +442,7 @@ ENCODERS = tuple(
 
 ENCODER_MODELS: dict[str, tuple[type, type]] = {
     "vit": (ViTConfig, ViT),
+    "conv": (ConvConfig, Conv),
     "text": (TextConfig, TextTower),
     "towers": (TowersConfig, Towers),
     "contrastive": (ContrastiveConfig, Contrastive),

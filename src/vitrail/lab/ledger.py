@@ -16,7 +16,7 @@ from torch import nn
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.backbones.presets import DECODERS
 from vitrail.config import Config
-from vitrail.encoders import TextConfig, TextTower, Towers, TowersConfig, ViT, ViTConfig
+from vitrail.encoders import Conv, ConvConfig, TextConfig, TextTower, Towers, TowersConfig, ViT, ViTConfig
 from vitrail.encoders.presets import TEXTS, TOWERS, VITS
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.clip import Contrastive, ContrastiveConfig
@@ -132,6 +132,7 @@ class Kind(NamedTuple):
 KINDS: dict[type[Config], Kind] = {
     DecoderConfig:     Kind(Decoder, "prompt", lambda c, n: n, lambda m, n, b: Work.prefill(n, b)),
     ViTConfig:         Kind(ViT, "picture", lambda c, n: c.side**2, lambda m, n, b: m.work(b)),
+    ConvConfig:        Kind(Conv, "picture", lambda c, n: c.side**2, lambda m, n, b: m.work(b)),
     TowersConfig:      Kind(Towers, "picture", lambda c, n: (c.image // c.towers[0].vit.patch) ** 2,
                             lambda m, n, b: Work.full(n, b)),
     TextConfig:        Kind(TextTower, "text", lambda c, n: c.context, lambda m, n, b: m.work(b)),

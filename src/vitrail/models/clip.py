@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
+from vitrail.encoders.conv import Conv, ConvConfig
 from vitrail.encoders.depth import weigh
 from vitrail.encoders.presets import TEXTS, VITS
 from vitrail.encoders.text import TextConfig, TextTower
 from vitrail.encoders.vit import Grids, ViT, ViTConfig
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import Work, cost
 
 
@@ -22,14 +23,19 @@ class ContrastiveConfig(Config):
     """`embed` is the width both towers are projected to (CLIP); without it their pooled vectors are the embeddings
     (SigLIP). `log_scale` and `bias` are what the logits start with; a model without a bias has none to learn."""
 
-    image: ViTConfig
+    image: ViTConfig | ConvConfig
     text: TextConfig
     embed: int | None = None
     log_scale: float = math.log(1 / 0.07)
     bias: float | None = None
 
+    @property
+    def width(self) -> int:
+        """Of the embeddings."""
+        return self.embed or self.image.pooled
+
     def __post_init__(self) -> None:
-        if self.image.pool == "none":
+        if isinstance(self.image, ViTConfig) and self.image.pool == "none":
             raise ConfigError("the image tower of a contrastive model needs a pool", "choose cls, mean or attention")
         widths = self.image.pooled, self.text.pooled
         if self.embed is None and widths[0] != widths[1]:
@@ -45,7 +51,7 @@ class Contrastive(nn.Module):
     def __init__(self, config: ContrastiveConfig):
         super().__init__()
         self.config = config
-        self.image = ViT(config.image)
+        self.image = ViT(config.image) if isinstance(config.image, ViTConfig) else Conv(config.image)
         self.text = TextTower(config.text)
         E = config.embed
         self.image_projection = nn.Linear(config.image.pooled, E, bias=False) if E else nn.Identity()
@@ -58,7 +64,11 @@ class Contrastive(nn.Module):
         return self.log_scale.exp()
 
     def encode_image(self, pixels: Tensor, grids: Grids | None = None) -> Tensor:
-        """(B, E), not normalised; pixels and grids as `ViT` reads them."""
+        """(B, E), not normalised; pixels and grids as the tower reads them, grids a `ViT` alone."""
+        if grids is None:
+            return self.image_projection(self.image.pool(pixels))
+        if not isinstance(self.image, ViT):
+            raise ImageError("a convolutional tower reads pixels, not patches", "give (B, C, H, W)")
         return self.image_projection(self.image.pool(pixels, grids))
 
     def encode_text(self, ids: Tensor) -> Tensor:
@@ -83,8 +93,8 @@ def _(module: Contrastive, work: Work) -> int:
     pictures, texts = _sides(work)
     one = Work(tokens=work.rows, pairs=0)  # a vector each
     total = cost.flops(module.image, pictures) + cost.flops(module.text, texts)
-    if module.image.pooler is not None:
-        patches = work.tokens - work.rows * module.config.image.prefix
+    if isinstance(module.image, ViT) and module.image.pooler is not None:
+        patches = work.tokens - work.rows * module.image.config.prefix
         total += cost.flops(module.image.pooler, pictures.with_(tokens=patches))
     heads = module.image.head, module.text.head, module.image_projection, module.text_projection
     total += sum(cost.flops(head, one) for head in heads if head is not None)
@@ -97,7 +107,9 @@ def _(module: Contrastive, work: Work) -> cost.Bytes:
     pictures, texts = _sides(work)
     towers = cost.bytes(module.image, pictures) + cost.bytes(module.text, texts)
     beside = weigh(module.image_projection, module.text_projection, *module.parameters(recurse=False))
-    pooling = weigh(*module.image.pooling, module.text.head)  # which the towers alone do not read
+    pooling = weigh(
+        *(module.image.pooling if isinstance(module.image, ViT) else [module.image.head]), module.text.head
+    )  # which the towers alone do not read
     return towers + cost.Bytes(weights=beside, read=beside + pooling)
 
 

@@ -1,6 +1,6 @@
 """A stage: what trains, at which rate, on which mixture, for how long."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,6 +16,7 @@ class StageConfig(Config):
     """
     steps        optimizer steps          batch       samples a step, over all ranks and micro-batches
     accumulate   micro-batches a step     train       names of the parts that train; the rest is frozen
+    settings     what the task takes besides its sources
     mixture      where samples come from  judge       sources the live model is judged on, every `judge_every` steps
     dtype        of the weights that compute; fp32 masters are kept beside bfloat16 ones
     ema          decay of an average of the weights that is kept, judged and saved beside them
@@ -29,6 +30,7 @@ class StageConfig(Config):
     mixture: Mixture
     optim: OptimConfig
     schedule: Schedule = Constant()
+    settings: dict[str, Any] = {}
     train: tuple[str, ...] = ("*",)
     accumulate: int = 1
     judge: tuple[str, ...] = ()

@@ -41,8 +41,9 @@ class Pieces:
         """(B, P) → B sentences"""
         return ["".join(self.texts[i] for i in row) for row in rows.tolist()]
 
-    def tokenized(self, tokenizer: Tokenizer) -> "TokenTable":
-        """The same table in token ids; refused where a piece would have other ids inside a sentence."""
+    def tokenized(self, tokenizer: Tokenizer, *more: Sequence[int]) -> "TokenTable":
+        """The same table in token ids; refused where a piece would have other ids inside a sentence. Behind it rows of
+        ids that are no text: what stands before and behind a sentence."""
         ids = [[], *tokenizer.encode_batch(self.texts[1:])]
         seams = self._seams()
         for (left, right), whole in zip(seams, tokenizer.encode_batch([a + b for a, b in seams]), strict=True):
@@ -51,7 +52,7 @@ class Pieces:
                     f"the tokenizer reads {left + right!r} otherwise than {left!r} and {right!r} one behind the other",
                     "use a byte-level tokenizer that begins a word at every space, and pieces that begin with one",
                 )
-        return TokenTable(ids)
+        return TokenTable([*ids, *more])
 
     def _seams(self) -> list[tuple[str, str]]:
         """Pairs that stand for all: every piece on either side once, every sort of end before every sort of start."""

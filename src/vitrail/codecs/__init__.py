@@ -1,0 +1,1 @@
+"""Pixels ⇄ codes: quantizers, autoencoders, exact packing, and the container file."""

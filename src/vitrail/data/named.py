@@ -1,0 +1,184 @@
+"""Pictures with names as a source of training samples: a sample is a number, and both the view of the picture and the
+words for it are made where they are used.
+
+N pictures, B samples, C channels, S side, K texts that a picture has, F forms of a text, T templates
+"""
+
+import hashlib
+import re
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.config import Config
+from vitrail.data.collection import collection
+from vitrail.data.pictures import About
+from vitrail.data.scenes.source import Asked
+from vitrail.data.views import ViewsConfig
+from vitrail.data.words.english import indefinite
+from vitrail.data.words.pieces import Pieces, TokenTable
+from vitrail.errors import ConfigError, DataError, nearest
+
+TEMPLATES = (
+    "{}",
+    "a picture of {}",
+    "an image showing {}",
+    "{a}",
+    "here is {a}",
+    "this picture shows {a}",
+    "we see {a} here",
+    "{} in a picture",
+)
+_SLOT = re.compile(r"\{a?\}")
+_FORMS = ("{0}", " {0}", "{1}", " {1}")  # of a name: alone and behind other words, without and with its article
+
+
+class NamedConfig(Config, tag="named", tag_field="kind"):
+    """
+    data        sources of pictures (`vitrail data list`) or folders
+    side        at which pictures are kept
+    part        of sets with classes: train, test or both
+    only        categories that count; all unless given
+    without     names that are left out
+    templates   what is said around an English name: {} is the name, {a} the name with its article
+    keywords    chance that a picture's keywords stand for its name, where it has some
+    languages   languages besides English, and `foreign` the chance of one of them
+    views       how pictures are varied in training
+    """
+
+    data: tuple[str, ...]
+    side: int = 64
+    part: Literal["all", "train", "test"] = "all"
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    templates: tuple[str, ...] = TEMPLATES
+    keywords: float = 0.0
+    languages: tuple[str, ...] = ()
+    foreign: float = 0.0
+    views: ViewsConfig = ViewsConfig()
+
+    def __post_init__(self) -> None:
+        if not self.data or not self.templates:
+            raise ConfigError("named pictures need data and templates", "name at least one of each")
+        for template in self.templates:
+            end = _SLOT.split(template)[-1]
+            if len(_SLOT.findall(template)) != 1 or (end and not end.startswith(" ")):
+                raise ConfigError(
+                    f"the template {template!r} has no one place for the name, with a space behind it",
+                    'write "{}", or "{a}" for the name with its article, once',
+                )
+        if not (0 <= self.keywords and 0 <= self.foreign and self.keywords + self.foreign <= 1):
+            raise ConfigError(f"chances of {self.keywords} and {self.foreign}", "give two that add up to at most 1")
+        if self.foreign and not self.languages:
+            raise ConfigError("other languages are asked for, and none is named", 'such as languages = ["de", "fr"]')
+
+
+class _Tables(NamedTuple):
+    """Pictures, and what can be said of them in rows of pieces."""
+
+    pixels: Tensor  # uint8 (N, C, S, S)
+    names: Tensor  # (N, F) the English name
+    keywords: Tensor  # (N,) 0 without
+    foreign: Tensor  # (N, languages) 0 without
+    before: Tensor  # (T,)
+    form: Tensor  # (T,)
+    after: Tensor  # (T,)
+
+
+class NamedSource:
+    """item → `Asked`; `pixels` and `texts` give pictures and words, on whichever device the numbers lie."""
+
+    def __init__(self, config: NamedConfig, name: str = "named"):
+        self.config, self.name, self.pieces = config, name, Pieces()
+        found = [collection(data, config.side) for data in config.data]
+        known = {about.name.lower() for some in found for about in some.abouts}
+        missing = sorted({name.lower() for name in config.without} - known)
+        if missing:
+            raise DataError(f"no picture is called {missing[0]!r}", nearest(missing[0], sorted(known)))
+        rows = [[row for row, about in enumerate(some.abouts) if _wanted(about, config)] for some in found]
+        self.abouts = tuple(some.abouts[row] for some, kept in zip(found, rows, strict=True) for row in kept)
+        if not self.abouts:
+            raise DataError(f"source {name!r} is empty: no picture of {', '.join(config.data)} is left", "ask for more")
+        channels = max(some.pixels.shape[1] for some in found)
+        pixels = [_filled(some.pixels[kept], channels) for some, kept in zip(found, rows, strict=True)]
+        self._ready = {torch.device("cpu"): self._tables(torch.cat(pixels))}
+
+    def __len__(self) -> int:
+        return len(self.abouts)
+
+    def __getitem__(self, item: int) -> Asked:
+        if not 0 <= item < len(self):
+            raise IndexError(item)
+        return Asked(self.name, item)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the pictures there are and their names."""
+        return hashlib.sha256("\n".join(f"{one.id} {one.name}" for one in self.abouts).encode()).hexdigest()[:16]
+
+    @property
+    def concepts(self) -> list[str]:
+        """What each picture shows (N): pictures of one name belong together, whoever drew them."""
+        return [about.name.lower() for about in self.abouts]
+
+    def pixels(self, index: Tensor) -> Tensor:
+        """uint8 (B, C, S, S)"""
+        return self._on(index.device).pixels[index]
+
+    def texts(self, index: Tensor, *, vary: bool = True) -> Tensor:
+        """(B, 3) rows of `pieces`: the name alone, or, varied, in some template, language or by keywords."""
+        tables, none, config = self._on(index.device), torch.zeros_like(index), self.config
+        if not vary:
+            return torch.stack([none, tables.names[index, 0], none], 1)
+        which, language = torch.rand(2, len(index), device=index.device)
+        template = torch.randint(len(config.templates), index.shape, device=index.device)
+        name = tables.names[index, tables.form[template]]
+        foreign = tables.foreign[index, (language * tables.foreign.shape[1]).long()]
+        other = torch.where(which < config.keywords, tables.keywords[index], foreign)
+        other = torch.where(which < config.keywords + config.foreign, other, none)
+        said = torch.stack([tables.before[template], name, tables.after[template]], 1)
+        return torch.where((other > 0)[:, None], torch.stack([none, other, none], 1), said)
+
+    def longest(self, tokens: TokenTable) -> int:
+        """Tokens that no name in a template exceeds."""
+        tables, length = self._on(torch.device("cpu")), tokens.length
+        around = length[tables.before] + length[tables.after]  # (T,)
+        return int((length[tables.names].amax(0)[tables.form] + around).max())
+
+    def _tables(self, pixels: Tensor) -> _Tables:
+        rows, config = self.pieces.rows, self.config
+        parts = [_SLOT.split(template) for template in config.templates]
+        article = ["{a}" in template for template in config.templates]
+        names = [[form.format(about.name, indefinite(about.name)) for form in _FORMS] for about in self.abouts]
+        foreign = [rows([about.labels.get(code, "") for about in self.abouts]) for code in config.languages]
+        return _Tables(
+            pixels,
+            torch.stack([rows(some) for some in names]),
+            rows([", ".join(about.keywords[:6]) for about in self.abouts]),
+            torch.stack(foreign or [torch.zeros(len(self), dtype=torch.int64)], 1),
+            rows([before.rstrip() for before, _ in parts]),
+            torch.tensor([2 * a + bool(before.strip()) for (before, _), a in zip(parts, article, strict=True)]),
+            rows([after.rstrip() for _, after in parts]),
+        )
+
+    def _on(self, device: torch.device) -> _Tables:
+        if device not in self._ready:
+            self._ready[device] = _Tables(*(table.to(device) for table in self._ready[torch.device("cpu")]))
+        return self._ready[device]
+
+
+def _wanted(about: About, config: NamedConfig) -> bool:
+    return (
+        bool(about.name.strip())
+        and about.name.lower() not in {name.lower() for name in config.without}
+        and (config.part == "all" or about.key.startswith(f"{config.part}-"))
+        and (not config.only or about.category in config.only)
+    )
+
+
+def _filled(pixels: Tensor, channels: int) -> Tensor:
+    """With as many channels as the others have."""
+    if pixels.shape[1] == channels:
+        return pixels
+    return torch.cat([pixels, torch.full_like(pixels[:, :1], 255)], 1)

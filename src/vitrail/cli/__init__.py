@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "vitrail.cli.eval:app",
-        "Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions.",
+        "Test a contrastive model (by prompt, retrieval, swapped captions), or any picture tower (linear probe).",
         "vitrail eval out/clip/final zeroshot --data cifar10",
     ),
     "grid": Command(

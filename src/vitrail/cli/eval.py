@@ -1,56 +1,21 @@
 """`vitrail eval`: what a contrastive model can do, each score with its interval and beside what is had without it."""
 
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import asdict
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from vitrail.errors import CheckpointError, ConfigError, DataError, nearest
+from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
+from vitrail.errors import ConfigError, DataError, nearest
 
-if TYPE_CHECKING:
-    from vitrail.data.scenes.source import SceneSource
-    from vitrail.data.words import Words
-    from vitrail.evals.contrastive import Embedder
-    from vitrail.evals.shares import Score
+Several = Annotated[tuple[str, ...], Parameter(negative="")]
+Widths = Annotated[tuple[int, ...], Parameter(negative="")]
 
 app = App(
     name="eval",
     help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions.",
     help_epilogue="Example: vitrail eval out/clip/final zeroshot --data cifar10",
 )
-
-
-@Parameter(name="*")
-@dataclass
-class Common:
-    """What every suite takes."""
-
-    batch: int = 256
-    "Pictures or texts that the model reads at once."
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    "Where it runs; auto is a GPU where there is one."
-    out: Path | None = None
-    "A JSON file to write the scores to."
-
-
-@Parameter(name="*")
-@dataclass
-class Scenes:
-    """What the suites that draw scenes take."""
-
-    count: int = 400
-    "Pairs."
-    seed: int = 7171
-    "Of the scenes: not one that the model was trained on."
-    vendors: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    "Whose sprites; all unless said. May be repeated."
-    atlas: str = "emoji"
-    "Sprites: emoji, or a .safetensors file."
-
-
-COMMON, SCENES = Common(), Scenes()
 
 
 @app.default
@@ -62,7 +27,8 @@ def evaluate(
     Parameters
     ----------
     model
-        A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id.
+        A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id; for a probe any model
+        with a picture tower.
     suite
         zeroshot, retrieval, probe, winoground or aro.
     words
@@ -84,6 +50,7 @@ def zeroshot(
     limit: int | None = None,
     template: Annotated[list[str] | None, Parameter(negative="")] = None,
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
+    width: Widths = (),
     common: Common = COMMON,
 ) -> None:
     """Name pictures' classes by prompt: each is of the class whose prompts lie nearest.
@@ -102,24 +69,48 @@ def zeroshot(
         A prompt with {} for the name; may be repeated, and stands for the built-in ones then.
     unseen
         Say that none of the classes was in the model's training: only then it is called zero-shot.
+    width
+        Of embeddings only their first so many numbers (Matryoshka); may be repeated.
     """
+    from vitrail.evals.contrastive import narrowed
     from vitrail.evals.suites import sets
-    from vitrail.evals.suites.zeroshot import TEMPLATES, classifier
+    from vitrail.evals.suites.zeroshot import TEMPLATES, averaged, prompts
     from vitrail.evals.suites.zeroshot import zeroshot as run
 
-    embedder = _embedder(model, common)
+    embedder = open_embedder(model, common)
     found, templates = sets.classes(data, part, limit), template or list(TEMPLATES)
-    prompts = classifier(embedder.texts, found.names, templates)
-    scores = run(embedder.images(found.pictures), found.labels, prompts, found.names, unseen=unseen)
-    about = {"data": data, "part": part, "templates": templates, "unseen": unseen}
-    _show("zeroshot", model, about, scores, embedder, common)
+    v = embedder.texts(prompts(found.names, templates))
+    for chosen in width:
+        narrowed(v, chosen)  # one that cannot be is said before the pictures are looked at
+    u, scores = embedder.images(found.pictures), []
+    for chosen in width or (v.shape[1],):
+        classes = averaged(narrowed(v, chosen), len(found.names))
+        told = {"width": chosen} if width else {}
+        scores += run(narrowed(u, chosen), found.labels, classes, found.names, unseen=unseen, part=told)
+    settings = {"data": data, "part": part, "limit": limit, "templates": templates, "unseen": unseen, "widths": width}
+    show("zeroshot", model, settings, scores, embedder, common)
 
 
-@app.command(help_epilogue="Example: vitrail eval out/clip/final retrieval --data twemoji")
-def retrieval(model: str, /, *, data: str = "twemoji", limit: int | None = None, common: Common = COMMON) -> None:
+@app.command(
+    help_epilogue="Example: vitrail eval out/clip/final retrieval --data twemoji --language de --without flags"
+)
+def retrieval(
+    model: str,
+    /,
+    *,
+    data: str = "twemoji",
+    limit: int | None = None,
+    texts: Literal["names", "keywords"] = "names",
+    language: str | None = None,
+    all_languages: Annotated[bool, Parameter(negative="")] = False,
+    without: Several = (),
+    by_category: Annotated[bool, Parameter(negative="")] = False,
+    width: Widths = (),
+    common: Common = COMMON,
+) -> None:
     """Find pictures by their captions and captions by their pictures, over the whole gallery.
 
-    Where pictures have several captions, also each picture's first caption by its others.
+    Where pictures have several captions, also each picture's other captions by its first.
 
     Parameters
     ----------
@@ -130,27 +121,38 @@ def retrieval(model: str, /, *, data: str = "twemoji", limit: int | None = None,
         the pictures' names.
     limit
         Pictures at most; a smaller gallery is an easier one.
+    texts
+        keywords: ask by all keywords of a name at once, and find the name; no picture is looked at.
+    language
+        Names in another language, such as de. Pictures without one stay in the gallery.
+    all_languages
+        Recall@1 in every language that the pictures have names in.
+    without
+        A category that is not asked for, such as flags; its pictures stay in the gallery. May be repeated.
+    by_category
+        Also recall@1 of each category.
+    width
+        Of embeddings only their first so many numbers (Matryoshka); may be repeated.
     """
     from vitrail.evals.suites import sets
-    from vitrail.evals.suites.retrieval import both_ways
+    from vitrail.evals.suites.asking import Asking, ask
 
-    embedder = _embedder(model, common)
-    found = sets.gallery(data, limit, embedder.side)
-    u, v = embedder.images(found.pictures), embedder.texts(found.captions)
-    scores = both_ways(u, v, found.shown, found.told)
-    about = {"data": data, "pictures": len(u), "captions": len(v)}
-    print(f"a gallery of {len(u):,} pictures and {len(v):,} captions")
-    _show("retrieval", model, about, scores, embedder, common)
+    embedder = open_embedder(model, common)
+    asking = Asking(texts, language, all_languages, without, by_category, width)
+    found = ask(embedder, sets.album(data, limit, embedder.side), asking)
+    print(found)
+    settings = {"data": data, "limit": limit, **asking._asdict(), **found.counts}
+    show("retrieval", model, settings, found.scores, embedder, common)
 
 
 @app.command(help_epilogue="Example: vitrail eval out/clip/final probe --data cifar10")
 def probe(model: str, /, *, data: str = "cifar10", limit: int | None = None, common: Common = COMMON) -> None:
-    """Train a linear classifier on the frozen picture tower's pooled features.
+    """Train a linear classifier on a frozen picture tower's pooled features, or its patches' mean if it pools nothing.
 
     Parameters
     ----------
     model
-        A contrastive model: a folder or a hub id.
+        Any model with a picture tower, or a tower alone: a folder or a hub id.
     data
         cifar10, fashion-mnist, or a folder with `train` and `test`, each with a sub-folder a class.
     limit
@@ -159,15 +161,17 @@ def probe(model: str, /, *, data: str = "cifar10", limit: int | None = None, com
     from vitrail.evals.suites import sets
     from vitrail.evals.suites.probe import probe as run
 
-    embedder = _embedder(model, common, texts=False)
+    viewer = open_viewer(model, common)
     train, test = sets.classes(data, "train", limit), sets.classes(data, "test", limit)
     if train.names != test.names:
         raise DataError(f"{data}: train and test have other classes", "give both the same sub-folders")
-    x, z = (embedder.features(part.pictures).to(embedder.device) for part in (train, test))
+    x, z = (viewer.features(part.pictures).to(viewer.device) for part in (train, test))
     found = run(x, train.labels.to(x.device), z, test.labels.to(z.device), train.names)
     print(f"penalty {found.strength:g}, chosen on a tenth of {len(train.labels):,} training pictures{found.edge}")
-    about = {"data": data, "trained_on": len(train.labels), "penalty": found.strength}
-    _show("probe", model, about, found.scores, embedder, common)
+    tried = {f"{strength:g}": share.value for strength, share in found.tried.items()}
+    settings = {"data": data, "limit": limit, "trained_on": len(train.labels), "features": x.shape[1]}
+    settings |= {"penalty": found.strength, "penalties_tried": tried}
+    show("probe", model, settings, found.scores, viewer, common)
 
 
 @app.command(help_epilogue="Example: vitrail eval out/clip/final winoground --preset colours")
@@ -192,13 +196,13 @@ def winoground(
 
     from vitrail.evals.suites import pairs
 
-    embedder = _embedder(model, common)
-    made = pairs.twins(*_scenes(preset, scenes, embedder.side), scenes.count)
+    embedder = open_embedder(model, common)
+    made = pairs.twins(*open_scenes(preset, scenes, embedder.side), scenes.count)
     assert made.other is not None
     u = torch.stack([embedder.images(list(pixels)) for pixels in (made.pixels, made.other)], 1)  # (B, 2, E)
     v = torch.stack([embedder.texts(texts) for texts in (made.true, made.false)], 1)
     print(f"such as: {made.true[0]!r}, not {made.false[0]!r}")
-    _show("winoground", model, {"preset": preset} | asdict(scenes), pairs.winoground(v @ u.mT), embedder, common)
+    show("winoground", model, {"preset": preset} | asdict(scenes), pairs.winoground(v @ u.mT), embedder, common)
 
 
 @app.command(help_epilogue="Example: vitrail eval out/clip/final aro --preset relations")
@@ -221,77 +225,8 @@ def aro(
     """
     from vitrail.evals.suites import pairs
 
-    embedder = _embedder(model, common)
-    made = pairs.captioned(*_scenes(preset, scenes, embedder.side), scenes.count)
+    embedder = open_embedder(model, common)
+    made = pairs.captioned(*open_scenes(preset, scenes, embedder.side), scenes.count)
     score = pairs.aro(embedder.images(list(made.pixels)), embedder.texts(made.true), embedder.texts(made.false))
     print(f"such as: {made.true[0]!r}, not {made.false[0]!r}")
-    _show("aro", model, {"preset": preset} | asdict(scenes), [score], embedder, common)
-
-
-# ---- shared -----------------------------------------------------------------------------------------------------
-
-
-def _embedder(name: str, common: Common, *, texts: bool = True) -> "Embedder":
-    import torch
-
-    from vitrail import hub
-    from vitrail.evals.contrastive import Embedder, Preprocessing
-    from vitrail.hub.configs import resolve
-    from vitrail.models.clip import Contrastive
-
-    device = common.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here", "leave --device out, or say cpu")
-    model = hub.load(name, dtype=torch.float32, device=device)
-    if not isinstance(model, Contrastive):
-        raise CheckpointError(
-            f"{name} is a {type(model).__name__}, not a contrastive model", "give a CLIP or SigLIP, or train one"
-        )
-    folder = resolve(name)
-    if texts and not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(
-            f"{name} has no tokenizer.json", "put the one that it was trained with beside its weights"
-        )
-    tokenizer = hub.tokenizer(name) if texts else None
-    return Embedder(model, Preprocessing.read(folder, model.config.image), tokenizer, batch=common.batch)
-
-
-def _scenes(preset: str, asked: Scenes, side: int) -> "tuple[SceneSource, Words, str]":
-    """The scenes, the words about them, and the swap that the preset is made for"""
-    from vitrail.data.scenes.library import open_atlas
-    from vitrail.data.scenes.source import ScenesConfig, SceneSource
-    from vitrail.data.words import Words
-    from vitrail.evals.suites.pairs import SORTS
-
-    if preset not in SORTS:
-        raise ConfigError(f"no pairs are made of the scenes {preset!r}", nearest(preset, SORTS))
-    scene: dict[str, object] = {"combinations": "all"}
-    if asked.vendors:
-        scene["vendors"] = list(asked.vendors)
-    config = ScenesConfig(atlas=asked.atlas, preset=preset, scene=scene, side=side, seed=asked.seed)
-    source = SceneSource(config, open_atlas(asked.atlas))
-    return source, Words.of(source.atlas.table), SORTS[preset]
-
-
-def _show(
-    suite: str, model: str, about: dict[str, Any], scores: "list[Score]", embedder: "Embedder", common: Common
-) -> None:
-    import json
-
-    wide, told = max(len(score.name) for score in scores), max(len(str(score)) for score in scores)
-    for score in scores:
-        print(f"{score.name:{wide}}  {score!s:{told}}  {score.baselines}")
-    if embedder.cut:
-        limit = embedder.model.config.text.context
-        print(f"{embedder.cut:,} texts were longer than the tower's {limit} tokens, and were cut", file=sys.stderr)
-    if common.out is not None:
-        rows = [asdict(score) | {"name": score.name.strip()} for score in scores]
-        found = {"suite": suite, "model": model, **about, "texts_cut": embedder.cut, "scores": rows}
-        try:
-            common.out.parent.mkdir(parents=True, exist_ok=True)
-            common.out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{common.out} cannot be written: {error.strerror}", "give another file") from None
-        print(common.out)
+    show("aro", model, {"preset": preset} | asdict(scenes), [score], embedder, common)

@@ -3,6 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+EVERYTHING: Mapping[str, str | int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Share:
 @dataclass(frozen=True)
 class Score:
     """One line of a suite's table. `beside` is what can be had without the model: chance, the majority, not looking.
-    `rank` says that the value is a rank, counted from 1, and no share."""
+    `rank` says that the value is a rank, counted from 1, and no share. `part` is what of the data or the model it is
+    for: a width, a language, a category."""
 
     name: str
     value: float
@@ -40,6 +45,7 @@ class Score:
     of: int
     beside: Mapping[str, float] = field(default_factory=dict)
     rank: bool = False
+    part: Mapping[str, str | int] = field(default_factory=dict)
 
     @classmethod
     def counted(cls, name: str, share: Share, **beside: float) -> "Score":
@@ -48,6 +54,23 @@ class Score:
     def __str__(self) -> str:
         low, high = (self._told(x) for x in self.interval)
         return f"{self._told(self.value)} [{low}, {high}] of {self.of:,}"
+
+    @property
+    def title(self) -> str:
+        return ", ".join([self.name, *(f"{key} {value}" for key, value in self.part.items())])
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "name": self.name.strip(),
+            **({"part": dict(self.part)} if self.part else {}),
+            "value": self.value,
+            "interval": list(self.interval),
+            "of": self.of,
+            "beside": dict(self.beside),
+            "rank": self.rank,
+        }
 
     @property
     def baselines(self) -> str:

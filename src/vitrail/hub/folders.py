@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitrail import __version__
 from vitrail.config import Config
 from vitrail.errors import CheckpointError
+from vitrail.hub import pictures
 from vitrail.hub.configs import OWN, Found, find, layers, resolve
 from vitrail.hub.families import FAMILIES, MODELS
 from vitrail.hub.family import Family
@@ -32,7 +33,8 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
 
 def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None, *, small: bool = False) -> None:
     """Write a model that `load` reads: vitrail.json (its kind and config) and safetensors. `small` keeps 8 bits a
-    weight, with a scale a row."""
+    weight, with a scale a row. How pictures are prepared is written too where the model came with another way than
+    ours (see `hub.pictures`)."""
     kind = next((kind for kind, (_, cls) in MODELS.items() if type(model) is cls), None)
     if kind is None:
         raise CheckpointError(f"{type(model).__name__} is not a kind that can be saved", f"known: {', '.join(MODELS)}")
@@ -40,6 +42,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = Non
     tensors = model.state_dict().items()
     write_weights(folder, packed(tensors) if small else tensors)
     write_json(folder / OWN, {"kind": kind, "vitrail": __version__, "config": config.plain()})
+    pictures.keep(model, folder)
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -59,7 +62,11 @@ def tokenizer(name_or_path: str | Path) -> Tokenizer:
 def to_hf(
     model: nn.Module, folder: str | Path, *, family: str | None = None, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Write a folder that transformers loads. The family is found from the config unless named."""
+    """Write a folder that transformers loads. The family is found from the config unless named.
+
+    A model that looks gets a preprocessor_config.json: what came with it, or, if it was made here, how ours is shown
+    pictures.
+    """
     folder = Path(folder)
     rows = {name: row for name, row in FAMILIES.items() if row.model is type(model) and row.fits(model.config)}
     if family is not None and family not in rows:
@@ -80,7 +87,8 @@ def to_hf(
 
     write_weights(folder, tensors())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {row.key: row.name, "dtype": dtype, **row.write(model.config)})
+    about = {row.key: row.name, "dtype": dtype, **row.write(model.config)}
+    write_json(folder / "config.json", pictures.export(model, folder, row.name, about))
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -104,7 +112,9 @@ def _build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
         if family.outer and all(name.startswith(family.outer) for name in weights):
             moves = under("", family.outer, moves)
         tensors = _pull(weights, moves, family)
-    return _fill(model, tensors, found.path, dtype, device)
+    model = _fill(model, tensors, found.path, dtype, device)
+    pictures.remember(model, found.path, own=family is None)
+    return model
 
 
 def _pull(weights: Weights | Single, moves: list[Move], family: Family) -> Iterable[tuple[str, Tensor]]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from vitrail import hub
 from vitrail.data.sources.fetch import to_stderr
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.evals.contrastive import Preprocessing, to_ids
+from vitrail.evals.contrastive import to_ids
 from vitrail.hub.configs import read_config, resolve
 from vitrail.models.clip import Contrastive, ContrastiveConfig
+from vitrail.processing.preprocessing import Preprocessing
 from vitrail.processing.text import Tokenizer
 
 

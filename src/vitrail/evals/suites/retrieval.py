@@ -1,20 +1,23 @@
 """Retrieval over a whole gallery: how early the first thing that belongs to a query comes.
 
-Q queries, G gallery, E width of the embedding
+Q queries, G gallery, N pictures, M texts, K categories, E width of the embedding
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import DataError
-from vitrail.evals.shares import Score, Share
+from vitrail.evals.contrastive import narrowed
+from vitrail.evals.shares import EVERYTHING, Score, Share
 
 TILE = 2048  # queries, and things of the gallery, that are compared at once
 RESAMPLES = 1000
+AT = (1, 5, 10)
 
 
 def ranks(queries: Tensor, gallery: Tensor, asked: Tensor, held: Tensor, *, tile: int = TILE) -> Tensor:
@@ -48,38 +51,126 @@ def _tiles(queries: Tensor, gallery: Tensor, asked: Tensor, held: Tensor, tile: 
         yield queries @ gallery[columns].T, asked[:, None] == held[columns]
 
 
+class Ranks(NamedTuple):
+    """How early queries found what belongs to them."""
+
+    name: str
+    rank: Tensor  # (Q,)
+    asked: Tensor  # (Q,) what each asked for
+    belong: Tensor  # (Q,) how many of the gallery belong to each
+    gallery: int
+
+    def of(self, rows: Tensor) -> "Ranks":
+        """Of some queries, (Q,) bool: the gallery stays whole."""
+        return self._replace(rank=self.rank[rows], asked=self.asked[rows], belong=self.belong[rows])
+
+    def scores(
+        self, at: tuple[int, ...] = AT, *, median: bool = True, part: Mapping[str, str | int] = EVERYTHING
+    ) -> list[Score]:
+        """Recall at each k below the gallery's size, and the median rank."""
+        at, G = tuple(k for k in at if k < self.gallery), self.gallery
+        recalls, medians = bootstrap(self.rank, self.asked, at)
+        scores = []
+        for k, interval in zip(at, recalls, strict=True):
+            value, beside = float((self.rank <= k).double().mean()), {"chance": by_chance(self.belong, G, k)}
+            scores.append(Score(f"{self.name}, recall@{k}", value, interval, len(self.rank), beside, part=part))
+        if median:
+            value, beside = float(self.rank.median()), {"chance": float(_usual(self.belong, G))}
+            name = f"{self.name}, median rank"
+            scores.append(Score(name, value, medians, len(self.rank), beside, rank=True, part=part))
+        return scores
+
+
+class Way(NamedTuple):
+    """Queries, and the gallery in which they look for what belongs to them: what has the same number."""
+
+    name: str
+    queries: Tensor  # (Q, E)
+    gallery: Tensor  # (G, E)
+    asked: Tensor  # (Q,)
+    held: Tensor  # (G,)
+    kinds: Tensor | None = None  # (Q, K) bool: categories that a query is of
+
+    def only(self, rows: Tensor) -> "Way":
+        """With some queries, (Q,) bool: the gallery stays whole."""
+        kinds = None if self.kinds is None else self.kinds[rows]
+        return self._replace(queries=self.queries[rows], asked=self.asked[rows], kinds=kinds)
+
+    def narrowed(self, width: int) -> "Way":
+        return self._replace(queries=narrowed(self.queries, width), gallery=narrowed(self.gallery, width))
+
+    def ranks(self) -> Ranks:
+        Q, G = len(self.queries), len(self.gallery)
+        if not Q or not G:
+            raise DataError(f"{self.name}: {Q} queries and a gallery of {G}", "leave less out")
+        rank = ranks(self.queries, self.gallery, self.asked, self.held)
+        known, many = self.held.unique(return_counts=True)
+        return Ranks(self.name, rank, self.asked, many[torch.searchsorted(known, self.asked)], G)
+
+
 def retrieval(
-    name: str, queries: Tensor, gallery: Tensor, asked: Tensor, held: Tensor, *, at: tuple[int, ...] = (1, 5, 10)
+    name: str, queries: Tensor, gallery: Tensor, asked: Tensor, held: Tensor, *, at: tuple[int, ...] = AT
 ) -> list[Score]:
     """Recall at each k below the gallery's size, and the median rank; arguments as of `ranks`."""
-    if not len(queries) or not len(gallery):
-        raise DataError(f"{name}: {len(queries)} queries and a gallery of {len(gallery)}", "give at least one of each")
-    rank, G = ranks(queries, gallery, asked, held), len(gallery)
-    known, many = held.unique(return_counts=True)
-    belong = many[torch.searchsorted(known, asked)]  # (Q,) how many of the gallery do
-    at = tuple(k for k in at if k < G)
-    recalls, medians = bootstrap(rank, asked, at)
-    scores = []
-    for k, interval in zip(at, recalls, strict=True):
-        value = float((rank <= k).double().mean())
-        scores.append(Score(f"{name}, recall@{k}", value, interval, len(rank), {"chance": by_chance(belong, G, k)}))
-    beside = {"chance": float(_usual(belong, G))}
-    return [*scores, Score(f"{name}, median rank", float(rank.median()), medians, len(rank), beside, rank=True)]
+    return Way(name, queries, gallery, asked, held).ranks().scores(at)
 
 
-def both_ways(pictures: Tensor, texts: Tensor, shown: Tensor, told: Tensor) -> list[Score]:
-    """pictures (N, E) and texts (M, E) with their numbers; the same number belongs together. A picture that nothing is
-    told of is no query. Where pictures have several texts, their first ones also ask for the others."""
-    found = retrieval("text→image", texts, pictures, told, shown)
-    asking = torch.isin(shown, told)
-    found += retrieval("image→text", pictures[asking], texts, shown[asking], told)
+def ways(pictures: Tensor, texts: Tensor, shown: Tensor, told: Tensor, kinds: Tensor | None = None) -> list[Way]:
+    """Both ways between pictures (N, E) and texts (M, E) with their numbers; the same number belongs together. A
+    picture that nothing is told of is no query. Where pictures have several texts, their first ones also ask for the
+    others. `kinds` (N, K) are the pictures' categories; a text is of all that one of its pictures is of."""
+    said = None if kinds is None else spread(kinds, shown, told)
+    found = [Way("text→image", texts, pictures, told, shown, said)]
+    found.append(Way("image→text", pictures, texts, shown, told, kinds).only(torch.isin(shown, told)))
     order = told.argsort(stable=True)
     first = torch.ones_like(told, dtype=torch.bool)
     first[order[1:]] = told[order[1:]] != told[order[:-1]]  # the earliest of each number
     several = first & torch.isin(told, told[~first])
     if several.any():
-        found += retrieval("text→text", texts[several], texts[~first], told[several], told[~first])
+        found.append(Way("text→text", texts, texts[~first], told, told[~first], said).only(several))
     return found
+
+
+def both_ways(pictures: Tensor, texts: Tensor, shown: Tensor, told: Tensor) -> list[Score]:
+    """The scores of `ways`."""
+    return [score for way in ways(pictures, texts, shown, told) for score in way.ranks().scores()]
+
+
+def spread(kinds: Tensor, shown: Tensor, told: Tensor) -> Tensor:
+    """(M, K) the categories of texts: those of all the pictures (N, K) that have a text's number"""
+    columns = [torch.isin(told, shown[column]) for column in kinds.unbind(1)]
+    return torch.stack(columns, 1) if columns else kinds.new_zeros(len(told), 0)
+
+
+def scored(
+    found: Sequence[Way],
+    *,
+    at: tuple[int, ...] = AT,
+    median: bool = True,
+    widths: Sequence[int] = (),
+    leave: Sequence[int] = (),
+    categories: Sequence[str] | None = None,
+    part: Mapping[str, str | int] = EVERYTHING,
+) -> list[Score]:
+    """The scores of several ways, at each width; without the queries that are only of categories to `leave`; and
+    recall@1 of each category left where `categories` names them, each among the whole gallery."""
+    scores = []
+    for way in found:
+        if leave:
+            assert way.kinds is not None
+            gone = torch.zeros(way.kinds.shape[1], dtype=torch.bool)
+            gone[list(leave)] = True
+            # A query of no category is of none of those.
+            way = way.only(way.kinds[:, ~gone].any(1) | ~way.kinds.any(1))
+        for width in widths or (None,):
+            at_width = part if width is None else {**part, "width": width}
+            ranked = (way if width is None else way.narrowed(width)).ranks()
+            scores += ranked.scores(at, median=median, part=at_width)
+            for k, category in enumerate(categories or ()):
+                assert way.kinds is not None
+                if k not in leave and (rows := way.kinds[:, k]).any():
+                    scores += ranked.of(rows).scores((1,), median=False, part={**at_width, "category": category})
+    return scores
 
 
 def bootstrap(

@@ -1,0 +1,147 @@
+"""What the suites of `vitrail eval` share: their options, the model they open, and how scores are shown."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from vitrail import __version__
+from vitrail.errors import CheckpointError, ConfigError, nearest
+
+if TYPE_CHECKING:
+    from vitrail.data.scenes.source import SceneSource
+    from vitrail.data.words import Words
+    from vitrail.evals.contrastive import Embedder
+    from vitrail.evals.shares import Score
+    from vitrail.evals.viewer import Viewer
+
+
+@Parameter(name="*")
+@dataclass
+class Common:
+    """What every suite takes."""
+
+    batch: int = 256
+    "Pictures or texts that the model reads at once."
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    "Where it runs; auto is a GPU where there is one."
+    out: Path | None = None
+    "A JSON file to write the settings and the scores to."
+
+
+@Parameter(name="*")
+@dataclass
+class Scenes:
+    """What the suites that draw scenes take."""
+
+    count: int = 400
+    "Pairs."
+    seed: int = 7171
+    "Of the scenes: not one that the model was trained on."
+    vendors: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    "Whose sprites; all unless said. May be repeated."
+    atlas: str = "emoji"
+    "Sprites: emoji, or a .safetensors file."
+
+
+COMMON, SCENES = Common(), Scenes()
+
+
+def open_viewer(name: str, common: Common) -> "Viewer":
+    """Any model with a picture tower."""
+    from vitrail.evals.viewer import Viewer, tower_of
+    from vitrail.hub.configs import resolve
+    from vitrail.processing.preprocessing import Preprocessing
+
+    model = _loaded(name, common)
+    tower = tower_of(model)
+    if tower is None:
+        raise CheckpointError(f"{name} is a {type(model).__name__}, which has no picture tower", "give one that looks")
+    preprocessing = Preprocessing.read(resolve(name), tower.config, fixed=tower is not model)
+    return Viewer(model, preprocessing, batch=common.batch)
+
+
+def open_embedder(name: str, common: Common) -> "Embedder":
+    """A contrastive model with its tokenizer."""
+    from vitrail import hub
+    from vitrail.evals.contrastive import Embedder
+    from vitrail.hub.configs import resolve
+    from vitrail.models.clip import Contrastive
+    from vitrail.processing.preprocessing import Preprocessing
+
+    model = _loaded(name, common)
+    if not isinstance(model, Contrastive):
+        raise CheckpointError(
+            f"{name} is a {type(model).__name__}, not a contrastive model", "give a CLIP or SigLIP, or train one"
+        )
+    folder = resolve(name)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(
+            f"{name} has no tokenizer.json", "put the one that it was trained with beside its weights"
+        )
+    preprocessing = Preprocessing.read(folder, model.config.image)
+    return Embedder(model, preprocessing, hub.tokenizer(name), batch=common.batch)
+
+
+def _loaded(name: str, common: Common) -> Any:
+    import torch
+
+    from vitrail import hub
+
+    device = common.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here", "leave --device out, or say cpu")
+    return hub.load(name, dtype=torch.float32, device=device)
+
+
+def open_scenes(preset: str, asked: Scenes, side: int) -> "tuple[SceneSource, Words, str]":
+    """The scenes, the words about them, and the swap that the preset is made for."""
+    from vitrail.data.scenes.library import open_atlas
+    from vitrail.data.scenes.source import ScenesConfig, SceneSource
+    from vitrail.data.words import Words
+    from vitrail.evals.suites.pairs import SORTS
+
+    if preset not in SORTS:
+        raise ConfigError(f"no pairs are made of the scenes {preset!r}", nearest(preset, SORTS))
+    scene: dict[str, object] = {"combinations": "all"}
+    if asked.vendors:
+        scene["vendors"] = list(asked.vendors)
+    config = ScenesConfig(atlas=asked.atlas, preset=preset, scene=scene, side=side, seed=asked.seed)
+    source = SceneSource(config, open_atlas(asked.atlas))
+    return source, Words.of(source.atlas.table), SORTS[preset]
+
+
+def show(
+    suite: str, model: str, settings: dict[str, Any], scores: "Sequence[Score]", viewer: "Viewer", common: Common
+) -> None:
+    """Print the table, and write it with its settings where that is asked for."""
+    import json
+
+    wide, told = max(len(score.title) for score in scores), max(len(str(score)) for score in scores)
+    for score in scores:
+        print(f"{score.title:{wide}}  {score!s:{told}}  {score.baselines}")
+    cut: int = getattr(viewer, "cut", 0)  # of one that reads texts
+    if cut:
+        limit = viewer.model.config.text.context
+        print(f"{cut:,} texts were longer than the tower's {limit} tokens, and were cut", file=sys.stderr)
+    if common.out is not None:
+        found = {
+            "suite": suite,
+            "model": model,
+            "vitrail": __version__,
+            **settings,
+            "pictures_prepared": viewer.preprocessing.plain(),
+            "texts_cut": cut,
+            "scores": [score.plain for score in scores],
+        }
+        try:
+            common.out.parent.mkdir(parents=True, exist_ok=True)
+            common.out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{common.out} cannot be written: {error.strerror}", "give another file") from None
+        print(common.out)

@@ -1,0 +1,84 @@
+"""How a model's pictures are prepared, kept with it from folder to folder.
+
+A model that was made here reads pictures squashed to its tower's side, with values in −1…1, and nothing is said of it.
+One that was loaded keeps what its folder said, word for word; where a folder of strangers said nothing, it keeps that
+nobody knows, so that an export cannot claim anything.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitrail.evals.viewer import Tower, tower_of
+from vitrail.hub.files import read_json, write_json
+from vitrail.processing.preprocessing import FILE, Preprocessing, said
+
+KEPT = "prepared"  # the attribute of a model: what its folder said, {} if nobody knows; none if it was made here
+
+# Families → their processor in transformers. SigLIP 2's reads pictures in their own proportions, which squashed ones
+# are not: nothing is said rather than something wrong.
+PROCESSORS = {
+    "clip": "CLIPImageProcessor",
+    "clip_vision_model": "CLIPImageProcessor",
+    "siglip": "SiglipImageProcessor",
+    "siglip_vision_model": "SiglipImageProcessor",
+    "dinov2": "BitImageProcessor",
+    "dinov2_with_registers": "BitImageProcessor",
+    "eva02": "BitImageProcessor",  # timm itself goes by its config.json
+}
+TIMM = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # what a timm config says of pictures
+
+
+def remember(model: nn.Module, folder: Path, *, own: bool) -> None:
+    """Keep with a model what its folder, our own or strangers', says of its pictures."""
+    if tower_of(model) is None or not folder.is_dir():
+        return
+    found = said(folder)[0]
+    if found is None and not own:
+        timm = read_json(folder / "config.json").get("pretrained_cfg") or {}
+        words = {key: timm[key] for key in TIMM if key in timm}
+        found = {"timm": words} if words else {}
+    if found is not None:
+        setattr(model, KEPT, found)
+
+
+def forget(model: nn.Module) -> None:
+    """For a model that was loaded and then trained on pictures prepared as ours are."""
+    if hasattr(model, KEPT):
+        delattr(model, KEPT)
+
+
+def keep(model: nn.Module, folder: Path) -> None:
+    """Write beside a model of ours how its pictures are prepared, unless they are as ours are."""
+    if tower_of(model) is not None:
+        _put(folder, getattr(model, KEPT, None))
+
+
+def export(model: nn.Module, folder: Path, family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Write how a model's pictures are prepared for transformers, and return its config.json, in which timm looks."""
+    tower = tower_of(model)
+    if tower is None:
+        return config
+    found = getattr(model, KEPT, None)
+    if found is None:
+        found = _ours(tower, family)
+    _put(folder, {key: value for key, value in found.items() if key != "timm"} or None)
+    if "timm" in found and "pretrained_cfg" in config:
+        return config | {"pretrained_cfg": config["pretrained_cfg"] | found["timm"]}
+    return config
+
+
+def _ours(tower: Tower, family: str) -> dict[str, Any]:
+    if family not in PROCESSORS or tower.config.channels != 3:
+        return {}
+    ours = Preprocessing.own(tower.config)
+    timm = {"mean": ours.mean, "std": ours.std, "interpolation": "bicubic", "crop_pct": 1.0, "crop_mode": "squash"}
+    return {"image_processor_type": PROCESSORS[family], **ours.plain(), "timm": timm}
+
+
+def _put(folder: Path, found: dict[str, Any] | None) -> None:
+    if found is None:
+        (folder / FILE).unlink(missing_ok=True)  # of a model that lay there before
+    else:
+        write_json(folder / FILE, found)

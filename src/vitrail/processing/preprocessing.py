@@ -1,0 +1,158 @@
+"""How pictures become the pixels that one tower reads: ours, or what a Hugging Face folder says of itself.
+
+C channels, H, W pixels
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vitrail.errors import CheckpointError
+from vitrail.processing.cut import Resample
+from vitrail.processing.images import NORMS, Source, load_image, to_array
+from vitrail.processing.resolution import Crop, Naive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE, WHOLE = "preprocessor_config.json", "processor_config.json"
+_RESAMPLE: dict[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+
+
+class Square(Protocol):
+    """The config of a tower that is made for square pictures."""
+
+    @property
+    def image(self) -> int:
+        """Pixels of a side."""
+        ...
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pictures become the pixels that a tower reads. Patches are the tower's own: the policy's are of one pixel."""
+
+    policy: Naive | Crop
+    mean: tuple[float, ...] = NORMS["half"].mean
+    std: tuple[float, ...] = NORMS["half"].std
+    rescale: float = 1 / 255
+
+    @classmethod
+    def own(cls, config: Square) -> "Preprocessing":
+        """Of the models trained here: squashed to the tower's side, values in −1…1."""
+        return cls(Naive(size=config.image, patch=1))
+
+    @classmethod
+    def read(cls, folder: Path, config: Square, *, fixed: bool = True) -> "Preprocessing":
+        """What a folder says of itself; ours says nothing unless its pictures are prepared in another way than `own`.
+
+        Unless the size is `fixed`, it may be another than the tower was made for: DINOv2 was for 518 and is shown 224.
+        """
+        about, file = said(folder)
+        if about and ("size" in about or "max_num_patches" in about):
+            return cls._of(about, file, config.image if fixed else None)
+        if about is None and (folder / "vitrail.json").is_file():
+            return cls.own(config)
+        raise CheckpointError(f"{folder} does not say how its pictures are prepared", f"put its {FILE} beside it")
+
+    @classmethod
+    def _of(cls, about: dict[str, Any], file: Path, wanted: int | None) -> "Preprocessing":
+        if "max_num_patches" in about or not isinstance(about.get("size"), dict | int):
+            raise CheckpointError(f"{file}: pictures of no one size", "suites read models with square pictures only")
+        if not about.get("do_resize", True):
+            raise CheckpointError(f"{file}: pictures are not resized", "set do_resize and size in it")
+        resample = _RESAMPLE.get(about.get("resample", 3))
+        if resample is None:
+            raise CheckpointError(f"{file}: resample {about['resample']}", f"known: {_RESAMPLE}")
+        size, crop = about["size"], _side(about.get("crop_size"), file) if about.get("do_center_crop") else None
+        if isinstance(size, int):  # written before sizes were dicts: the shortest edge where a crop follows
+            size = {"shortest_edge": size} if crop else {"height": size, "width": size}
+        side = crop or _side(size, file)
+        policy: Naive | Crop
+        if crop is None and "shortest_edge" not in size:
+            policy = Naive(size=side, patch=1, resample=resample)
+        elif crop is not None and "shortest_edge" in size:
+            policy = Crop(size=crop, edge=size["shortest_edge"], patch=1, resample=resample)
+        elif crop is not None and _side(size, file) == crop:
+            policy = Naive(size=crop, patch=1, resample=resample)  # the crop takes all of a square
+        else:
+            raise CheckpointError(f"{file}: size {size} with crop {crop}", "give square pictures, cropped or squashed")
+        if wanted not in (None, side):
+            raise CheckpointError(
+                f"{file} makes pictures of {side} pixels, the tower is for {wanted}", "do they belong together?"
+            )
+        mean, std = (0.0,) * 3, (1.0,) * 3
+        if about.get("do_normalize", True):
+            mean, std = (_levels(about, key, file) for key in ("image_mean", "image_std"))
+        rescale = about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0
+        return cls(policy, mean, std, rescale)
+
+    @property
+    def side(self) -> int:
+        """Pixels of a side that the tower sees."""
+        return self.policy.size
+
+    def plain(self) -> dict[str, Any]:
+        """As a preprocessor_config.json says it, every choice spelt out: processors differ in what they take for
+        granted."""
+        square = {"height": self.side, "width": self.side}
+        crop = isinstance(self.policy, Crop)
+        return {
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": self.policy.edge or self.side} if isinstance(self.policy, Crop) else square,
+            "resample": next(number for number, name in _RESAMPLE.items() if name == self.policy.resample),
+            "do_center_crop": crop,
+            **({"crop_size": square} if crop else {}),
+            "do_rescale": True,
+            "rescale_factor": self.rescale,
+            "do_normalize": True,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+        }
+
+    def __call__(self, picture: Source) -> "Tensor":
+        """(C, H, W)"""
+        return to_array(self.policy.apply(load_image(picture))[0], self.mean, self.std, self.rescale)
+
+
+def said(folder: Path) -> tuple[dict[str, Any] | None, Path]:
+    """What a folder says of its pictures, if anything, and the file: a preprocessor_config.json or, where a whole
+    processor wrote it, the picture part of a processor_config.json. One that says nothing, {}, is how a folder of ours
+    says that nobody knows."""
+    if (file := folder / FILE).is_file():
+        return _json(file), file
+    if (file := folder / WHOLE).is_file():
+        part = _json(file).get("image_processor")
+        if part is not None and not isinstance(part, dict):
+            raise CheckpointError(f"{file}: image_processor is no JSON object", "fetch the file again")
+        return part, file
+    return None, folder / FILE
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "fetch the file again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no JSON object", "fetch the file again")
+    return found
+
+
+def _side(size: object, file: Path) -> int:
+    if isinstance(size, int):
+        return size
+    if isinstance(size, dict):
+        sides = {size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))}
+        if len(sides) == 1 and isinstance(side := sides.pop(), int):
+            return side
+    raise CheckpointError(f"{file}: pictures of {size}", "suites read models with square pictures only")
+
+
+def _levels(about: dict[str, Any], key: str, file: Path) -> tuple[float, ...]:
+    found = about.get(key)
+    if not isinstance(found, list) or len(found) != 3 or not all(isinstance(x, float | int) for x in found):
+        raise CheckpointError(f"{file}: {key} is {found}", "give three numbers")
+    return tuple(found)

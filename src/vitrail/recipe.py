@@ -26,6 +26,8 @@ from vitrail.hub.families import MODELS
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
+from vitrail.tasks.dino import DinoSettings, DinoTask
+from vitrail.tasks.mim import MimSettings, MimTask
 from vitrail.tasks.text import TextTask
 from vitrail.train import distributed
 from vitrail.train.lora import LoRAConfig, add_lora, merge
@@ -50,6 +52,8 @@ TASKS: dict[str, TaskKind] = {
     "text": TaskKind(lambda model, sources, words, settings: TextTask(model)),
     "detect": TaskKind(lambda model, sources, words, settings: DetectTask(model, sources)),
     "contrast": TaskKind(ContrastTask, ContrastSettings, captions=True),
+    "mim": TaskKind(lambda model, sources, words, settings: MimTask(model, sources, settings), MimSettings),
+    "dino": TaskKind(lambda model, sources, words, settings: DinoTask(model, sources, settings), DinoSettings),
 }
 
 

@@ -6,10 +6,14 @@ from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
 from vitrail.models.detector import Detector, DetectorConfig
+from vitrail.models.dino import Dino, DinoConfig
+from vitrail.models.masked import Masked, MaskedConfig
 
 MODELS: dict[str, tuple[type, type]] = {
     "decoder": (DecoderConfig, Decoder),
     "detector": (DetectorConfig, Detector),
+    "masked": (MaskedConfig, Masked),
+    "dino": (DinoConfig, Dino),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""

@@ -79,11 +79,11 @@ def test_a_broken_file_is_refused_by_name(folder, tmp_path):
 
 
 def test_names_alone_and_in_templates(gathered):
-    source = NamedSource(NamedConfig(data=("x",), side=8, templates=("{}", "a photo of {a}", "{a} is here")))
+    source = NamedSource(NamedConfig(data=("x",), side=8, templates=("{}", "a photo of {a}.", "{a} is here")))
     index = torch.tensor([0, 1, 2])
     assert source.pieces.read(source.texts(index, vary=False)) == ["dog", "Owl", "red car"]
     said = {text for _ in range(60) for text in source.pieces.read(source.texts(index[:2]))}
-    assert said == {"dog", "a photo of a dog", "a dog is here", "Owl", "a photo of an Owl", "an Owl is here"}
+    assert said == {"dog", "a photo of a dog.", "a dog is here", "Owl", "a photo of an Owl.", "an Owl is here"}
 
 
 def test_keywords_and_languages_come_as_often_as_asked_where_there_are_any(gathered):

@@ -20,10 +20,20 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "codec": Command(
+        "vitrail.cli.tokenize:codec",
+        "Look at what codecs keep of a picture.",
+        "vitrail codec look photo.jpg --codec out/bsq --codec out/fsq -o strip.png",
+    ),
     "data": Command(
         "vitrail.cli.data:app",
         "List, fetch and show data sets, and make scenes whose truth is known.",
         "vitrail data show crowded --out crowded.png",
+    ),
+    "detokenize": Command(
+        "vitrail.cli.tokenize:detokenize",
+        "Write the pictures of a file of tokens.",
+        "vitrail detokenize photos.vtok --codec out/bsq -o photos-again",
     ),
     "eval": Command(
         "vitrail.cli.eval:app",
@@ -59,6 +69,11 @@ COMMANDS = {
         "vitrail.cli.stream:stream",
         "Show how samples become one packed stream: kinds, positions, spans, losses, and who sees whom.",
         "vitrail stream --rule qwen3-vl",
+    ),
+    "tokenize": Command(
+        "vitrail.cli.tokenize:tokenize",
+        "Write pictures, folders and shards as the ids of a codec, bit-packed, to one file.",
+        "vitrail tokenize photos --codec out/bsq -o photos.vtok",
     ),
     "recipes": Command(
         "vitrail.cli.train:list_recipes",

@@ -22,16 +22,27 @@ from vitrail.errors import ConfigError, DataError, nearest
 
 TEMPLATES = (
     "{}",
+    "{a}.",
+    "the {}",
     "a picture of {}",
-    "an image showing {}",
-    "{a}",
+    "a picture of {a}.",
+    "an image showing {a}",
+    "an image of the {}.",
+    "this picture shows {a}.",
     "here is {a}",
-    "this picture shows {a}",
+    "there is {a} in this image.",
     "we see {a} here",
+    "one can see the {}.",
     "{} in a picture",
+    "a photograph of {a}",
+    "an old photograph of the {}.",
+    "an icon of {}",
+    "a small icon that shows {a}.",
+    "somebody drew {a}.",
 )
 _SLOT = re.compile(r"\{a?\}")
-_FORMS = ("{0}", " {0}", "{1}", " {1}")  # of a name: alone and behind other words, without and with its article
+# Of a name: alone and behind other words, without and with its article, before more words and at the end of a sentence.
+_FORMS = ("{0}", " {0}", "{1}", " {1}", "{0}.", " {0}.", "{1}.", " {1}.")
 
 
 class NamedConfig(Config, tag="named", tag_field="kind"):
@@ -63,9 +74,9 @@ class NamedConfig(Config, tag="named", tag_field="kind"):
             raise ConfigError("named pictures need data and templates", "name at least one of each")
         for template in self.templates:
             end = _SLOT.split(template)[-1]
-            if len(_SLOT.findall(template)) != 1 or (end and not end.startswith(" ")):
+            if len(_SLOT.findall(template)) != 1 or (end not in ("", ".") and not end.startswith(" ")):
                 raise ConfigError(
-                    f"the template {template!r} has no one place for the name, with a space behind it",
+                    f"the template {template!r} has no one place for the name, before a space, a full stop or the end",
                     'write "{}", or "{a}" for the name with its article, once',
                 )
         if not (0 <= self.keywords and 0 <= self.foreign and self.keywords + self.foreign <= 1):
@@ -149,7 +160,10 @@ class NamedSource:
     def _tables(self, pixels: Tensor) -> _Tables:
         rows, config = self.pieces.rows, self.config
         parts = [_SLOT.split(template) for template in config.templates]
-        article = ["{a}" in template for template in config.templates]
+        form = [
+            bool(before.strip()) + 2 * ("{a}" in template) + 4 * (after == ".")
+            for template, (before, after) in zip(config.templates, parts, strict=True)
+        ]
         names = [[form.format(about.name, indefinite(about.name)) for form in _FORMS] for about in self.abouts]
         foreign = [rows([about.labels.get(code, "") for about in self.abouts]) for code in config.languages]
         return _Tables(
@@ -158,8 +172,8 @@ class NamedSource:
             rows([", ".join(about.keywords[:6]) for about in self.abouts]),
             torch.stack(foreign or [torch.zeros(len(self), dtype=torch.int64)], 1),
             rows([before.rstrip() for before, _ in parts]),
-            torch.tensor([2 * a + bool(before.strip()) for (before, _), a in zip(parts, article, strict=True)]),
-            rows([after.rstrip() for _, after in parts]),
+            torch.tensor(form),
+            rows([after.rstrip() if after != "." else "" for _, after in parts]),
         )
 
     def _on(self, device: torch.device) -> _Tables:

@@ -106,7 +106,13 @@ def _checked(found: Found, file: Path) -> Found:
 
 
 def _family_of(about: dict[str, Any], file: Path) -> Family:
-    """The row that config.json names: transformers by its model_type, timm by the first word of its architecture."""
+    """The row that config.json names: by its class where we know that, else transformers by its model_type, timm by the
+    first word of its architecture."""
+    listed = about.get("architectures")
+    for name in (about.get("_class_name"), *(listed if isinstance(listed, list) else ())):
+        row = FAMILIES.get(name) if isinstance(name, str) else None
+        if row is not None and row.key in ("_class_name", "architectures"):
+            return row
     key = "architecture" if "architecture" in about and "model_type" not in about else "model_type"
     name = about.get(key) if key == "model_type" else str(about.get(key)).partition("_")[0]
     row = FAMILIES.get(name) if isinstance(name, str) else None

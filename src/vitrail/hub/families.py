@@ -1,15 +1,19 @@
 """The table of families: how a Hugging Face config.json becomes one of our configs, and back."""
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.codecs.codec import Codec, CodecConfig
+from vitrail.hub.autoencoders import AUTOENCODER_KL
 from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
+from vitrail.hub.qlip import QLIP
 from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
 from vitrail.models.masked import Masked, MaskedConfig
 
 MODELS: dict[str, tuple[type, type]] = {
+    "codec": (CodecConfig, Codec),
     "decoder": (DecoderConfig, Decoder),
     "detector": (DetectorConfig, Detector),
     "masked": (MaskedConfig, Masked),
@@ -18,5 +22,5 @@ MODELS: dict[str, tuple[type, type]] = {
 }
 """Kinds of our own format → config and model."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*DECODERS, *ENCODERS, EVA02)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DECODERS, *ENCODERS, EVA02, AUTOENCODER_KL, QLIP)}
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

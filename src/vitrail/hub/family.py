@@ -29,7 +29,10 @@ class Family:
     leftovers  endings of tensors that hold nothing to learn
     copies     tensors that some files store again: name → the one it must equal
     outer      what older versions wrote before every name
-    key        the key of config.json that names the family
+    key        the key of config.json that names the family: diffusers has _class_name; QLIP calls itself a clip, and
+               only its architectures tell
+    stem       what its files of weights are called
+    older      what older versions called parts of a name: (now, then)
     """
 
     name: str
@@ -41,7 +44,9 @@ class Family:
     leftovers: tuple[str, ...] = (".rotary_emb.inv_freq", ".position_ids")
     copies: tuple[tuple[str, str], ...] = ()
     outer: str = ""
-    key: Literal["model_type", "architecture"] = "model_type"
+    key: Literal["model_type", "architecture", "_class_name", "architectures"] = "model_type"
+    stem: str = "model"
+    older: tuple[tuple[str, str], ...] = ()
 
     def ignores(self, name: str) -> bool:
         return name.endswith(self.leftovers)

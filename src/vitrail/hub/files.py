@@ -15,6 +15,8 @@ from vitrail.errors import CheckpointError
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz")
 SHARD = 4 * 2**30  # bytes a shard
 INDEX = "model.safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")
+"""What files of weights are called: by transformers and timm, by diffusers."""
 
 
 class Weights:
@@ -59,7 +61,8 @@ def _shards(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist", "check the path")
-    index = path / INDEX
+    stem = next((stem for stem in STEMS if (path / f"{stem}.safetensors.index.json").exists()), STEMS[0])
+    index = path / f"{stem}.safetensors.index.json"
     if index.exists():
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -71,7 +74,7 @@ def _shards(path: Path) -> list[Path]:
             if not file.is_file():
                 raise CheckpointError(f"shard {file} is missing", "fetch the checkpoint again")
         return files
-    files = [path / "model.safetensors"] if (path / "model.safetensors").exists() else []
+    files = [path / f"{stem}.safetensors" for stem in STEMS if (path / f"{stem}.safetensors").exists()][:1]
     files = files or sorted(path.glob("*.safetensors"))
     if not files:
         pickles = [f for f in sorted(path.iterdir()) if f.suffix in PICKLES]
@@ -112,8 +115,10 @@ def _header(file: Path) -> dict[str, Any]:
     return tensors
 
 
-def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard: int = SHARD) -> None:
-    """Write model.safetensors, or shards and their index where there is more than `shard` bytes.
+def write_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard: int = SHARD, stem: str = STEMS[0]
+) -> None:
+    """Write STEM.safetensors, or shards and their index where there is more than `shard` bytes.
 
     The files get their names only when all are whole, and old ones go only then.
     """
@@ -129,18 +134,21 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard: in
         room -= size
     count = len(parts)
     names = (
-        [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else ["model.safetensors"]
+        [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        if count > 1
+        else [f"{stem}.safetensors"]
     )
     for name, part in zip(names, parts, strict=True):
         save_file(part, folder / f"{name}.partial", metadata={"format": "pt"})
-    stale = {*folder.glob("model*.safetensors"), folder / INDEX}
+    index = folder / f"{stem}.safetensors.index.json"
+    stale = {old for each in STEMS for old in folder.glob(f"{each}*.safetensors*") if old.suffix != ".partial"}
     for name in names:
         (folder / f"{name}.partial").replace(folder / name)
     if count > 1:
         places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
         total = sum(t.numel() * t.element_size() for part in parts for t in part.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-        stale.discard(folder / INDEX)
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": places})
+        stale.discard(index)
     for old in stale - {folder / name for name in names}:
         old.unlink(missing_ok=True)
 

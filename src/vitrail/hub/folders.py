@@ -28,7 +28,7 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
 
     Weights keep the type they are stored in unless `dtype` is given; quantised ones become float32.
     """
-    return _build(find(resolve(name_or_path)), dtype, device)
+    return build(find(resolve(name_or_path)), dtype, device)
 
 
 def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None, *, small: bool = False) -> None:
@@ -49,7 +49,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = Non
 
 def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
     """A model from a Hugging Face folder or hub id."""
-    return _build(find(resolve(path_or_id), own=False), dtype, device)
+    return build(find(resolve(path_or_id), own=False), dtype, device)
 
 
 def tokenizer(name_or_path: str | Path) -> Tokenizer:
@@ -85,15 +85,16 @@ def to_hf(
         for move in moves:
             yield from zip(move.theirs, move.push([state.pop(name) for name in move.ours]), strict=True)
 
-    write_weights(folder, tensors())
+    write_weights(folder, tensors(), stem=row.stem)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    about = {row.key: row.name, "dtype": dtype, **row.write(model.config)}
+    kept = {} if row.key == "_class_name" else {"dtype": dtype}  # diffusers takes it for an argument
+    about = {row.key: row.name, **kept, **row.write(model.config)}
     write_json(folder / "config.json", pictures.export(model, folder, row.name, about))
     if tokenizer is not None:
         tokenizer.save(folder)
 
 
-def _build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
+def build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
     """The model with its weights. Every layer has a tensor of its own, so what is not stored is not built first."""
     weights, family = found.weights(), found.family
     stored, depth = len(list(weights)), layers(found.config.plain())
@@ -121,8 +122,9 @@ def _pull(weights: Weights | Single, moves: list[Move], family: Family) -> Itera
     """Our tensors, one move at a time, from theirs; what no move takes is refused."""
     taken = set()
     for move in moves:
-        taken.update(move.theirs)
-        yield from zip(move.ours, move.pull([weights[name] for name in move.theirs]), strict=True)
+        theirs = [_spelt(name, weights, family) for name in move.theirs]
+        taken.update(theirs)
+        yield from zip(move.ours, move.pull([weights[name] for name in theirs]), strict=True)
     left = [name for name in weights if name not in taken and not family.ignores(name)]
     for name, other in family.copies:
         if name in left:
@@ -137,6 +139,14 @@ def _pull(weights: Weights | Single, moves: list[Move], family: Family) -> Itera
             f"{weights.path} holds tensors a {family.name} has no place for: {', '.join(left[:3])}",
             "is it a checkpoint of this model, without a head or adapter of its own?",
         )
+
+
+def _spelt(name: str, weights: Weights | Single, family: Family) -> str:
+    """A name as this file spells it."""
+    for now, then in family.older:
+        if now in name and name not in weights and name.replace(now, then) in weights:
+            return name.replace(now, then)
+    return name
 
 
 def _fill(

@@ -15,6 +15,8 @@ from torch import nn
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.backbones.presets import DECODERS
+from vitrail.codecs.codec import Codec, CodecConfig
+from vitrail.codecs.presets import CODECS
 from vitrail.config import Config
 from vitrail.encoders import Conv, ConvConfig, TextConfig, TextTower, Towers, TowersConfig, ViT, ViTConfig
 from vitrail.encoders.presets import TEXTS, TOWERS, VITS
@@ -136,10 +138,18 @@ KINDS: dict[type[Config], Kind] = {
     TowersConfig:      Kind(Towers, "picture", lambda c, n: (c.image // c.towers[0].vit.patch) ** 2,
                             lambda m, n, b: Work.full(n, b)),
     TextConfig:        Kind(TextTower, "text", lambda c, n: c.context, lambda m, n, b: m.work(b)),
+    CodecConfig:       Kind(Codec, "picture", lambda c, n: math.prod(c.net.size) // c.net.factor**2,
+                            lambda m, n, b: m.work(b)),
     ContrastiveConfig: Kind(Contrastive, "pair", lambda c, n: c.image.side**2, lambda m, n, b: m.work(b)),
 }  # fmt: skip
 
-PRESETS: dict[str, Config] = {**DECODERS, **VITS, **TOWERS, **{f"{name}-text": text for name, text in TEXTS.items()}}
+PRESETS: dict[str, Config] = {
+    **DECODERS,
+    **VITS,
+    **TOWERS,
+    **CODECS,
+    **{f"{name}-text": text for name, text in TEXTS.items()},
+}
 
 
 def named(name: str) -> Config:

@@ -1,0 +1,66 @@
+"""Lookup-free quantization: the sign of every number is a bit (MAGVIT-v2).
+
+… any axes, D bits
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.codecs.quantizers import bits
+from vitrail.codecs.quantizers.base import Quantized, Quantizer, mean_square, wide
+from vitrail.codecs.quantizers.gradients import straight_through
+from vitrail.config import Config
+
+
+class LFQConfig(Config, tag="lfq", tag_field="kind"):
+    """sharpness  of the soft choice whose entropy is taken; 1 / temperature
+    diversity  how much the entropy of the batch weighs against that of each vector
+    group      bits whose joint entropy is taken exactly in that of the batch
+    """
+
+    bits: int
+    sharpness: float = 100.0
+    diversity: float = 1.0
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        bits.check(self.bits, self.group, self.sharpness)
+
+
+class LFQ(Quantizer[LFQConfig]):
+    """Codes are ±1; the first dimension is the highest bit of an id.
+
+    Losses: `commit`, mean (x − code)²; `entropy`, that of a vector's soft choice less that of the batch, in nats.
+    """
+
+    Config = LFQConfig
+
+    def __init__(self, config: LFQConfig | None = None, **fields: Any):
+        super().__init__(config, **fields)
+        self.dim = self.width = self.config.bits
+        self.radices = (2,) * self.dim
+        self.sizes = (2**self.dim,)
+
+    def forward(self, x: Tensor) -> Quantized:
+        self.check(x)
+        c = self.config
+        with torch.autocast(x.device.type, enabled=False):
+            z = wide(x)
+            signs = z > 0
+            hard = self._codes(signs, z.dtype)
+            logits = 4 * c.sharpness * z.reshape(-1, self.dim)
+            losses = {
+                "commit": mean_square(z, hard),
+                "entropy": bits.entropy(logits, c.group, c.diversity, self.training),
+            }
+            codes = straight_through(z, hard).to(x.dtype)
+        return Quantized(codes, bits.ids_of(signs), losses)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        self.check_ids(ids)
+        return self._codes(bits.signs_of(ids, self.dim), torch.float32)
+
+    def _codes(self, signs: Tensor, kind: torch.dtype) -> Tensor:
+        return signs.to(kind) * 2 - 1

@@ -21,9 +21,17 @@ NEEDS_PACKAGE = {"stories-lora"} | {
 }
 
 
-@pytest.mark.parametrize("name", recipe.names())
+UNTESTED = sorted(f"untested/{path.stem}" for path in (recipe.folder() / "untested").glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", [*recipe.names(), *UNTESTED])
 def test_every_recipe_is_read_and_its_file_is_called_as_it_is(name):
-    assert recipe.read(name).name == name
+    assert recipe.read(name).name == name.removeprefix("untested/")
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_a_recipe_without_a_result_is_not_among_the_tested(name):
+    assert name == "smoke" or (recipe.folder().parent / "results" / f"{name}.json").is_file()
 
 
 @pytest.mark.parametrize("name", [name for name in recipe.names() if name not in NEEDS_PACKAGE])

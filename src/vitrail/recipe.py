@@ -337,6 +337,9 @@ def _model(recipe: Recipe, words: Tokenizer | None) -> Any:
         pictures.forget(model)  # it will be trained on views, whatever it was prepared for
     else:
         model = MODELS[part.kind][1](recipe.model_config())
+        for name in getattr(model, "borrowed", ()):
+            if name not in part.parts:
+                raise ConfigError(f"the model's {name} would be left to chance", f"add a [model.parts.{name}] table")
     for name, other in part.parts.items():
         _start(model, name, other)
     if words is not None:

@@ -292,3 +292,12 @@ def test_unknown_settings_of_a_task_are_refused_by_name():
     stage = {**RECIPE["stages"][0], "settings": {"width": [4]}}
     with pytest.raises(ConfigError, match=r"stages\[0\].settings[\s\S]*widths"):
         recipe.Recipe.read({**RECIPE, "stages": [stage]})
+
+
+def test_a_teacher_is_not_left_to_chance():
+    tower = TOWERS["vit"].plain()
+    model = {"kind": "masked", "config": {"image": {**tower, "mask": True}, "teacher": tower}}
+    stage = {**RECIPE["stages"][0], "task": "mim", "settings": {}}
+    read = recipe.Recipe.read({**RECIPE, "tokenizer": None, "model": model, "stages": [stage]})
+    with pytest.raises(ConfigError, match="teacher"):
+        recipe._model(read, None)

@@ -313,7 +313,7 @@ def probed(tower: ViT, train: NamedSource, test: NamedSource) -> Score:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_probe_finds_more_in_a_tower_that_guessed_pixels(tmp_path):
     train, test = cifar("train", CUT), cifar("test")
     block = BlockConfig(width=96, attention=AttentionConfig(heads=3), mlp=PlainConfig(hidden=384))
@@ -321,7 +321,7 @@ def test_a_probe_finds_more_in_a_tower_that_guessed_pixels(tmp_path):
     model = Masked(MaskedConfig(image=ViTConfig(layers=4, block=block, image=32, patch=8, pool="mean", mask=True)))
     before = probed(model.image, train, test)
     task = MimTask(model, {"cifar": train}, MimSettings(ratio=0.6, places="random"))
-    more = {"steps": 300, "batch": 128, "save_every": 300, "schedule": Cosine(warmup=30)}
+    more = {"steps": 600, "batch": 128, "save_every": 600, "schedule": Cosine(warmup=60)}
     trainer(task, tmp_path, **more).train()
     after = probed(model.image.eval(), train, test)
     assert curve(tmp_path)[-1] < 0.8

@@ -7,7 +7,9 @@ k-th item of a permutation of it, a new one every epoch.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -119,7 +121,7 @@ class Order:
 def permuted(item: int, size: int, key: int) -> int:
     """The item-th element of a permutation of range(size), computed alone: a Feistel network over the next square,
     walked until it lands inside."""
-    side = int(np.ceil(np.sqrt(size)))
+    side = math.isqrt(size - 1) + 1
     while True:
         left, right = divmod(item, side)
         for round_ in range(4):
@@ -129,6 +131,7 @@ def permuted(item: int, size: int, key: int) -> int:
             return item
 
 
+@lru_cache(maxsize=1 << 17)  # an epoch asks for the same few rounds again and again
 def _mix(*numbers: int) -> int:
     """63 bits that depend on all the numbers, the same on every machine."""
     text = ",".join(map(str, numbers)).encode()

@@ -60,6 +60,11 @@ class Masked(nn.Module):
         )
         self.head = nn.Linear(config.image.block.width, targets)
 
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Parts that learn nothing here, and must come from elsewhere."""
+        return () if self.teacher is None else ("teacher",)
+
     def train(self, mode: bool = True) -> "Masked":
         super().train(mode)
         if self.teacher is not None:

@@ -34,7 +34,7 @@ class DinoSettings(Config):
                  they say otherwise
     """
 
-    temperature: tuple[float, float] = (0.1, 0.05)
+    temperature: tuple[float, float] = (0.1, 0.03)
     patches: float = 1.0
     ratio: float = 0.3
     locals: int = 4

@@ -34,12 +34,13 @@ class Samples(Dataset):
 
     def __init__(self, order: Order, sources: Mapping[str, Source]):
         self.order, self.sources = order, sources
+        self.varied = {name for name, source in sources.items() if isinstance(source, Varied)}
 
     def __getitem__(self, index: int) -> Any:
         draw: Draw = self.order[index]
         source = self.sources[draw.source]
-        if isinstance(source, Varied):
-            return source.sample(draw.item, (self.order.seed, index))
+        if draw.source in self.varied:
+            return source.sample(draw.item, (self.order.seed, index))  # type: ignore[attr-defined]
         return source[draw.item]
 
 

@@ -70,6 +70,11 @@ COMMANDS = {
         "Show how samples become one packed stream: kinds, positions, spans, losses, and who sees whom.",
         "vitrail stream --rule qwen3-vl",
     ),
+    "sweep": Command(
+        "vitrail.cli.sweep:sweep",
+        "Train a recipe in several variants and seeds, test every model alike, and show one table.",
+        "vitrail sweep batch --out out/batch --jobs 3",
+    ),
     "tokenize": Command(
         "vitrail.cli.tokenize:tokenize",
         "Write pictures, folders and shards as the ids of a codec, bit-packed, to one file.",

@@ -1,0 +1,165 @@
+"""A sweep: one recipe in several variants, each from several seeds, trained, tested alike, and put into one table.
+
+Every run lies in its own folder, and one that is done is not done again, so the same command goes on after any death.
+What a run leaves is its end's weights, its log and its scores; its checkpoints are swept away.
+
+n seeds
+"""
+
+import json
+import math
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from vitrail import recipe as recipes
+from vitrail.config import Config
+from vitrail.errors import ConfigError, nearest
+
+Test = Callable[[Path, tuple[str, ...], Path], None]
+"""Test a model in a folder by the words of a suite, and write the scores into a JSON file."""
+
+# Student's t at 95 %, for n − 1 = 1 … 9 degrees of freedom; beyond, nearly the normal's.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_MANY = 2.05
+
+
+class Variant(Config):
+    name: str
+    changes: dict[str, Any] = {}
+
+
+class Sweep(Config):
+    """`changes` of the recipe are for all variants; a variant's own are laid over them. `tests` are what `vitrail eval`
+    is asked of each model: a name, and the words behind the model's folder."""
+
+    name: str
+    says: str
+    recipe: str
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    changes: dict[str, Any] = {}
+    tests: dict[str, tuple[str, ...]] = {}
+
+    def __post_init__(self) -> None:
+        names = [_slug(variant.name) for variant in self.variants]
+        if not names or not self.seeds:
+            raise ConfigError(f"sweep {self.name!r} has nothing to run", "give variants and seeds")
+        if len(set(names)) != len(names) or len(set(self.seeds)) != len(self.seeds):
+            raise ConfigError(f"sweep {self.name!r} names a variant or a seed twice", "give each once")
+        if "seed" in self.changes or any("seed" in variant.changes for variant in self.variants):
+            raise ConfigError(f"sweep {self.name!r} changes the seed", "list the seeds instead")
+
+    def read_recipe(self, variant: Variant, seed: int) -> recipes.Recipe:
+        changes = {**self.changes, **variant.changes, "seed": seed}
+        return recipes.read(self.recipe, {key: json.dumps(value) for key, value in changes.items()})
+
+
+class Run(NamedTuple):
+    variant: Variant
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}, seed {self.seed}"
+
+
+def folder() -> Path:
+    return recipes.folder() / "sweeps"
+
+
+def read(name_or_path: str | Path) -> Sweep:
+    path = Path(name_or_path)
+    path = path if path.suffix == ".toml" else folder() / f"{name_or_path}.toml"
+    if not path.is_file():
+        known = sorted(file.stem for file in folder().glob("*.toml"))
+        raise ConfigError(f"no sweep {str(name_or_path)!r}", f"give a .toml file, or {nearest(path.stem, known)}")
+    try:
+        return Sweep.read(tomllib.loads(path.read_text()))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+
+
+def runs(sweep: Sweep, out: Path, share: tuple[int, int] = (0, 1)) -> list[Run]:
+    """All runs, seed by seed, so that a sweep that is cut short has whole seeds; `share` (i, of) is every of-th, from
+    the i-th on. All recipes are read before the first is run."""
+    found = [
+        Run(variant, seed, out / _slug(variant.name) / f"seed-{seed}")
+        for seed in sweep.seeds
+        for variant in sweep.variants
+    ]
+    for run in found:
+        sweep.read_recipe(run.variant, run.seed)
+    return found[share[0] :: share[1]]
+
+
+def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None:
+    """Train and test one run, or what is left of it."""
+    chosen = sweep.read_recipe(run.variant, run.seed)
+    mark, made_of = run.folder / "recipe.json", json.dumps(chosen.plain(), sort_keys=True)
+    if not mark.is_file() or mark.read_text() != made_of:
+        shutil.rmtree(run.folder / "tests", ignore_errors=True)
+        recipes.train(chosen, run.folder, device=device, quiet=True)
+        for stage in chosen.stages:
+            shutil.rmtree(run.folder / stage.name / "checkpoints", ignore_errors=True)
+        mark.write_text(made_of)
+    for name, words in sweep.tests.items():
+        file = run.folder / "tests" / f"{_slug(name)}.json"
+        if not file.is_file():
+            test(run.folder / "final", words, file)
+
+
+# ---- the table --------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A score of one variant over its seeds."""
+
+    variant: str
+    test: str
+    score: str
+    values: dict[int, float]  # seed → value
+
+    @property
+    def mean(self) -> float:
+        return mean(self.values.values())
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % of the mean over seeds, by Student's t; None of a single seed."""
+        n = len(self.values)
+        if n < 2:
+            return None
+        half = (_STUDENT[n - 2] if n - 2 < len(_STUDENT) else _MANY) * stdev(self.values.values()) / math.sqrt(n)
+        return self.mean - half, self.mean + half
+
+    def plain(self) -> dict[str, Any]:
+        return {**self._asdict(), "mean": self.mean, "interval": self.interval}
+
+
+def table(sweep: Sweep, out: Path) -> list[Row]:
+    """What is known so far."""
+    rows: dict[tuple[str, str, str], dict[int, float]] = {}
+    for run in runs(sweep, out):
+        for test in sweep.tests:
+            for score, value in _scores(run.folder / "tests" / f"{_slug(test)}.json"):
+                rows.setdefault((run.variant.name, test, score), {})[run.seed] = value
+    order = {variant.name: n for n, variant in enumerate(sweep.variants)}
+    found = [Row(*key, values) for key, values in rows.items()]
+    return sorted(found, key=lambda row: order[row.variant])
+
+
+def _scores(file: Path) -> Iterator[tuple[str, float]]:
+    if file.is_file():
+        for score in json.loads(file.read_text())["scores"]:
+            part: Mapping[str, Any] = score.get("part", {})
+            yield ", ".join([score["name"].strip(), *(f"{key} {value}" for key, value in part.items())]), score["value"]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

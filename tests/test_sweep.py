@@ -1,0 +1,116 @@
+"""Sweeps: what is run, that nothing is run twice, and the table."""
+
+import json
+import math
+
+import pytest
+
+from vitrail import recipe, sweep
+from vitrail.cli.sweep import sweep as command
+from vitrail.errors import ConfigError
+
+SMALL = {
+    "name": "small",
+    "says": "a test",
+    "recipe": "smoke",
+    "seeds": [1, 2],
+    "changes": {"stages.0.judge_every": 0},
+    "variants": [{"name": "one"}, {"name": "Two!", "changes": {"stages.0.batch": 4}}],
+    "tests": {"a": ["suite", "--word"]},
+}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Training that leaves a folder, and a test that gives its seed for a score."""
+    done = []
+
+    def train(chosen, out, *, device=None, quiet=False):
+        done.append((chosen.stages[0].batch, chosen.seed))
+        (out / "final").mkdir(parents=True, exist_ok=True)
+        (out / chosen.stages[0].name / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+    def test(model, words, file):
+        assert words == ("suite", "--word") and model.name == "final"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        seed = int(model.parent.name.removeprefix("seed-"))
+        file.write_text(json.dumps({"scores": [{"name": "  share", "value": seed / 10, "part": {"width": 8}}]}))
+
+    monkeypatch.setattr("vitrail.sweep.recipes.train", train)
+    return done, test
+
+
+def test_every_variant_is_run_from_every_seed_and_none_twice(quick, tmp_path):
+    done, test = quick
+    chosen = sweep.Sweep.read(SMALL)
+    batch = recipe.read("smoke").stages[0].batch
+    for _ in range(2):
+        for run in sweep.runs(chosen, tmp_path):
+            sweep.do(chosen, run, test)
+    assert done == [(batch, 1), (4, 1), (batch, 2), (4, 2)]
+    assert (tmp_path / "two" / "seed-2" / "final").is_dir() and not list(tmp_path.rglob("checkpoints"))
+    other = sweep.Sweep.read({**SMALL, "changes": {"stages.0.judge_every": 0, "stages.0.optim.lr": 1e-5}})
+    sweep.do(other, sweep.runs(other, tmp_path)[0], test)
+    assert len(done) == 5  # another recipe is another run
+
+
+def test_shares_are_whole_and_do_not_overlap(tmp_path):
+    chosen = sweep.Sweep.read({**SMALL, "seeds": [0, 1, 2]})
+    every = sweep.runs(chosen, tmp_path)
+    shares = [sweep.runs(chosen, tmp_path, (i, 4)) for i in range(4)]
+    assert sorted(run.name for share in shares for run in share) == sorted(run.name for run in every)
+
+
+def test_the_table_has_means_and_students_intervals(quick, tmp_path):
+    _, test = quick
+    chosen = sweep.Sweep.read({**SMALL, "seeds": [1, 2, 6]})
+    for run in sweep.runs(chosen, tmp_path):
+        sweep.do(chosen, run, test)
+    first, second = sweep.table(chosen, tmp_path)
+    assert (first.variant, second.variant, first.score) == ("one", "Two!", "share, width 8")
+    assert first.values == {1: 0.1, 2: 0.2, 6: 0.6} and first.mean == pytest.approx(0.3)
+    half = 4.303 * math.sqrt((0.04 + 0.01 + 0.09) / 2) / math.sqrt(3)
+    assert first.interval == pytest.approx((0.3 - half, 0.3 + half))
+    assert sweep.Row("v", "t", "s", {0: 1.0}).interval is None
+
+
+def test_the_command_shows_and_keeps_the_table(quick, tmp_path, capsys, monkeypatch):
+    _, test = quick
+    monkeypatch.setattr("vitrail.cli.sweep._test", test)
+    file = tmp_path / "small.toml"
+    file.write_text(
+        'name = "small"\nsays = "x"\nrecipe = "smoke"\nseeds = [1, 3]\n[tests]\na = ["suite", "--word"]\n'
+        '[[variants]]\nname = "one"\n'
+    )
+    command(str(file), out=tmp_path / "out")
+    assert "0.2000 [" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert row["mean"] == pytest.approx(0.2) and row["values"] == {"1": 0.1, "3": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"variants": []}, "nothing to run"),
+        ({"variants": [{"name": "A b"}, {"name": "a-b"}]}, "twice"),
+        ({"seeds": [1, 1]}, "twice"),
+        ({"changes": {"seed": 3}}, "seeds"),
+    ],
+)
+def test_what_cannot_be_is_refused(change, says):
+    with pytest.raises(ConfigError, match=says):
+        sweep.Sweep.read({**SMALL, **change})
+
+
+def test_a_bad_change_is_refused_before_anything_is_run(quick, tmp_path):
+    bad = sweep.Sweep.read({**SMALL, "variants": [{"name": "a"}, {"name": "b", "changes": {"stages.0.stepps": 3}}]})
+    with pytest.raises(ConfigError, match="stepps"):
+        sweep.runs(bad, tmp_path)
+    with pytest.raises(ConfigError, match="no sweep"):
+        sweep.read("nothing")
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sweep.folder().glob("*.toml")])
+def test_every_sweep_is_read(name, tmp_path):
+    found = sweep.read(name)
+    assert found.name == name and sweep.runs(found, tmp_path)

@@ -88,13 +88,16 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) ->
 
 
 def _fields_at(cls: type, path: str) -> tuple[str, ...]:
-    """Field names of the struct that `path` (as msgspec prints it) leads to."""
-    node: Any = cls
+    """Field names of the struct that `path` (as msgspec prints it) leads to, or of all that it may lead to."""
+    nodes: list[Any] = [cls]
     for step in filter(None, re.split(r"\.|\[.*?\]", path)):
-        kind = {f.name: f.type for f in msgspec.structs.fields(node)}.get(step)
-        structs = [k for k in (kind, *getattr(kind, "__args__", ())) if isinstance(k, type)]
-        structs = [k for k in structs if issubclass(k, msgspec.Struct)]
-        if not structs:
-            return ()
-        node = structs[0]
-    return node.__struct_fields__
+        kinds = [f.type for node in nodes for f in msgspec.structs.fields(node) if f.name == step]
+        nodes = [struct for kind in kinds for struct in _structs(kind)]
+    return tuple(dict.fromkeys(name for node in nodes for name in node.__struct_fields__))
+
+
+def _structs(kind: Any) -> list[type]:
+    """The structs in a type, however deep: dict[str, A | B] holds two."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [kind]
+    return [struct for part in get_args(kind) for struct in _structs(part)]

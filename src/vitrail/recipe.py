@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from vitrail import hub
+from vitrail.backbones.decoder import Decoder
 from vitrail.config import Config
 from vitrail.data.captions import captions
 from vitrail.data.named import NamedConfig, NamedSource
@@ -23,6 +24,10 @@ from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
 from vitrail.hub.families import MODELS
+from vitrail.models.clip import Contrastive
+from vitrail.models.detector import Detector
+from vitrail.models.dino import Dino
+from vitrail.models.masked import Masked
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
@@ -40,25 +45,30 @@ from vitrail.train.trainer import Trainer
 Sources = dict[str, Any]
 
 
+PICTURES = (NamedConfig, ScenesConfig)
+
+
 class TaskKind(NamedTuple):
     """How a stage's task is made: of the model, the sources its samples come from, the tokenizer, and settings."""
 
     make: Callable[[Any, Sources, Tokenizer | None, Any], Task]
+    model: type[nn.Module]
+    sources: tuple[type[Config], ...]
     settings: type[Config] = Config
     captions: bool = False  # its pictures come with words, which a tokenizer can be trained on
 
 
 TASKS: dict[str, TaskKind] = {
-    "text": TaskKind(lambda model, sources, words, settings: TextTask(model)),
-    "detect": TaskKind(lambda model, sources, words, settings: DetectTask(model, sources)),
-    "contrast": TaskKind(ContrastTask, ContrastSettings, captions=True),
-    "mim": TaskKind(lambda model, sources, words, settings: MimTask(model, sources, settings), MimSettings),
-    "dino": TaskKind(lambda model, sources, words, settings: DinoTask(model, sources, settings), DinoSettings),
+    "text": TaskKind(lambda m, sources, words, settings: TextTask(m), Decoder, (TextConfig,)),
+    "detect": TaskKind(lambda m, sources, words, settings: DetectTask(m, sources), Detector, (ScenesConfig,)),
+    "contrast": TaskKind(ContrastTask, Contrastive, PICTURES, ContrastSettings, captions=True),
+    "mim": TaskKind(lambda m, sources, words, settings: MimTask(m, sources, settings), Masked, PICTURES, MimSettings),
+    "dino": TaskKind(lambda m, sources, words, settings: DinoTask(m, sources, settings), Dino, PICTURES, DinoSettings),
 }
 
 
 class StartPart(Config):
-    """Where a part of the model starts from: a part of another one, by the same name unless told."""
+    """Where a part of the model starts from: a part of another one, by the same name unless told; "" is all of it."""
 
     start: str
     part: str | None = None
@@ -111,12 +121,19 @@ class Recipe(Config):
             if stage.task not in TASKS:
                 raise ConfigError(f"stages[{i}].task is {stage.task!r}", f"known: {', '.join(TASKS)}")
             self.settings(i)
+            kind = TASKS[stage.task]
             for key, wanted in (("mixture.weights", stage.mixture.weights), ("judge", stage.judge)):
                 for source in wanted:
                     if source not in self.sources:
                         raise ConfigError(
                             f"stages[{i}].{key} names {source!r}, which is no source",
                             f"sources: {', '.join(self.sources)}",
+                        )
+                    if not isinstance(self.sources[source], kind.sources):
+                        kinds = " or ".join(str(config.__struct_config__.tag) for config in kind.sources)
+                        raise ConfigError(
+                            f"stages[{i}].{key} names {source!r}, which the task {stage.task!r} cannot read",
+                            f"it reads sources of kind {kinds}",
                         )
         if self.tokenizer is None and any(isinstance(source, TextConfig) for source in self.sources.values()):
             raise ConfigError(f"recipe {self.name!r} reads text and has no tokenizer", "add a [tokenizer] table")
@@ -153,8 +170,15 @@ class Recipe(Config):
         self.check_stages(model)
 
     def check_stages(self, model: nn.Module) -> None:
-        """Every stage's names are those of the model, before the first is trained."""
+        """Every stage's task and names are those of the model, before the first is trained."""
         for stage in self.stages:
+            wanted = TASKS[stage.task].model
+            if not isinstance(model, wanted):
+                raise ConfigError(
+                    f"stage {stage.name!r}: the task {stage.task!r} trains a {wanted.__name__}, and the model is a "
+                    f"{type(model).__name__}",
+                    "change the task, or model.kind",
+                )
             choose_trainable(model, stage.train)
             group_parameters(model, stage.optim)
 
@@ -354,7 +378,7 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
     """Put weights of another model's part into one of this model's."""
     whole = hub.load(other.start, dtype=torch.float32)
     try:
-        mine, theirs = model.get_submodule(name), whole.get_submodule(other.part or name)
+        mine, theirs = model.get_submodule(name), whole.get_submodule(name if other.part is None else other.part)
     except AttributeError as error:
         raise ConfigError(f"model.parts.{name}: {error}", f"does {other.start} have such a part?") from None
     have, give = mine.state_dict(), theirs.state_dict()
@@ -376,5 +400,6 @@ def _check_vocabulary(config: Any, size: int) -> None:
     vocab = getattr(getattr(config, "text", config), "vocab", size)
     if vocab < size:
         raise ConfigError(
-            f"the model knows {vocab} tokens and the tokenizer has {size}", f"set model.config.vocab to {size} or more"
+            f"the model knows {vocab} tokens and the tokenizer has {size}",
+            f"set model.config.{'text.' if hasattr(config, 'text') else ''}vocab to {size} or more",
         )

@@ -42,8 +42,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_folder_is_gathered_once_and_again_when_it_changes(folder, monkeypatch):
     first = collection(str(folder), 10)
-    assert [about.name for about in first.abouts] == ["fox", "hen"] and first.pixels.shape == (2, 4, 10, 10)
-    assert first.pixels[0, 3, :2].eq(0).all() and first.pixels[0, :, 5, 5].tolist() == [255, 0, 0, 255]
+    assert [about.name for about in first.abouts] == ["fox", "hen"] and first.pixels.shape == (2, 3, 10, 10)
+    assert first.pixels[0, :, 0, 0].tolist() == [255, 0, 0] == first.pixels[0, :, 5, 5].tolist()  # squashed, not padded
     real = collections._gathered
     monkeypatch.setattr(collections, "_gathered", None)
     again = collection(str(folder), 10)
@@ -53,9 +53,9 @@ def test_a_folder_is_gathered_once_and_again_when_it_changes(folder, monkeypatch
     assert collection(str(folder), 10).abouts[1].name == "a blue hen"
 
 
-def test_pictures_without_opacity_have_three_channels(folder):
-    (folder / "fox.png").unlink()
-    assert collection(str(folder), 6).pixels.shape == (1, 3, 6, 6)
+def test_pictures_with_opacity_have_four_channels(folder):
+    Image.new("RGBA", (10, 10), (0, 0, 0, 9)).save(folder / "gnu.png")
+    assert collection(str(folder), 6).pixels.shape == (3, 4, 6, 6)
 
 
 def test_broken_pictures_are_left_out_and_counted(folder, capsys):
@@ -69,7 +69,7 @@ def test_a_broken_file_is_refused_by_name(folder, tmp_path):
     file = tmp_path / "c.safetensors"
     made.save(file)
     whole = file.read_bytes()
-    for broken in (b"", whole[:-5], whole[:50], whole.replace(b"collection 1", b"collection 9")):
+    for broken in (b"", whole[:-5], whole[:50], whole.replace(b"collection 2", b"collection 9")):
         file.write_bytes(broken)
         with pytest.raises(DataError, match=r"c\.safetensors"):
             Collection.load(file)
@@ -118,6 +118,7 @@ def test_some_may_be_left_out(gathered):
         ({"templates": ("a photo",)}, "a photo"),
         ({"templates": ("{}{}",)}, "once"),
         ({"templates": ("{}s",)}, "space"),
+        ({"templates": ("#{}",)}, "space"),
         ({"keywords": 0.8, "foreign": 0.5, "languages": ("de",)}, "add up"),
         ({"foreign": 0.5}, "languages"),
         ({"data": ()}, "data"),
@@ -131,8 +132,53 @@ def test_what_cannot_be_is_refused(change, says):
 def test_unknown_names_and_empty_sources_are_refused(gathered):
     with pytest.raises(DataError, match=r"dgo[\s\S]*dog"):
         NamedSource(NamedConfig(data=("x",), without=("dgo",)))
+    for key, value in (("only", "vehicle"), ("languages", "xx")):
+        with pytest.raises(DataError, match=rf"{key}: '{value}'"):
+            NamedSource(NamedConfig(data=("x",), **{key: (value,)}))
     with pytest.raises(DataError, match="empty"):
-        NamedSource(NamedConfig(data=("x",), only=("nothing",)))
+        NamedSource(NamedConfig(data=("x",), without=("dog", "owl", "red car")))
+
+
+def test_texts_that_tell_of_several_things_are_not_said(monkeypatch):
+    """Keywords of two concepts would make each a negative of the other's words."""
+    abouts = tuple(About(f"a/{n}", "a", str(n), name, ("sea",) if n < 2 else ("sky",), labels={"fr": "mot"})
+                   for n, name in enumerate(("ship", "fish", "bird", "Bird")))  # fmt: skip
+    pixels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    monkeypatch.setattr("vitrail.data.named.collection", lambda name, side: Collection(abouts, pixels))
+    config = NamedConfig(data=("x",), side=8, keywords=0.5, languages=("fr",), foreign=0.5, templates=("{}",))
+    source = NamedSource(config)
+    said = [set(source.pieces.read(source.texts(torch.full((200,), n)))) for n in range(4)]
+    assert said == [{"ship"}, {"fish"}, {"bird", "sky"}, {"Bird", "sky"}]  # the last two are one concept
+
+
+def test_parts_are_those_of_sets_that_have_any(monkeypatch):
+    abouts = (
+        About("cifar10/train-1", "cifar10", "train-1", "cat"),
+        About("cifar10/test-1", "cifar10", "test-1", "cat"),
+        *ABOUTS,
+    )
+    pixels = torch.zeros(5, 3, 8, 8, dtype=torch.uint8)
+    monkeypatch.setattr("vitrail.data.named.collection", lambda name, side: Collection(abouts, pixels))
+    source = NamedSource(NamedConfig(data=("noto",), side=8, part="train"))
+    assert [about.key for about in source.abouts] == ["train-1", "1", "2", "3"]
+
+
+def test_a_folder_of_classes_is_not_taken_for_one_of_names(folder):
+    for name in ("cat", "dog"):
+        (folder / name).mkdir()
+        Image.new("RGB", (8, 8)).save(folder / name / "0001.png")
+    with pytest.raises(DataError, match="category"):
+        NamedSource(NamedConfig(data=(str(folder / "."),), side=8))
+    (folder / "fox.png").unlink()
+    (folder / "hen.png").unlink()
+    source = NamedSource(NamedConfig(data=(str(folder),), side=8, names="category"))
+    assert source.concepts == ["cat", "dog"]
+
+
+def test_other_pixels_are_another_source(folder):
+    before = NamedSource(NamedConfig(data=(str(folder),), side=8)).fingerprint
+    Image.new("RGB", (10, 10), "green").save(folder / "hen.png")
+    assert NamedSource(NamedConfig(data=(str(folder),), side=8)).fingerprint != before
 
 
 def test_captions_of_named_pictures(gathered):

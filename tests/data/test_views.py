@@ -14,8 +14,29 @@ def picture(*shape: int) -> torch.Tensor:
 
 
 def test_without_a_change_pixels_are_as_they_are():
-    x = picture(5, 3, 9, 11)
+    x = picture(5, 3, 9, 9)
     assert torch.equal(views(x), x / 255 * 2 - 1)
+
+
+def test_what_is_not_square_is_squashed_first():
+    x = picture(5, 4, 20, 32)
+    for config in (ViewsConfig(), ViewsConfig(turn=5.0, blur=1.0, erase=1.0, ground=1.0)):
+        assert views(x, config).shape == (5, 3, 32, 32)
+    tall = torch.zeros(1, 3, 16, 8, dtype=torch.uint8)
+    tall[:, :, :, 4:] = 255
+    assert torch.equal(views(tall)[0, 0, :, 9:], torch.ones(16, 7)) and views(tall)[0, 0, 0, 0] == -1
+
+
+def test_a_close_view_of_a_large_picture_keeps_its_detail():
+    """Stripes of two pixels, of which a 32-pixel cut at side 32 must show every one."""
+    stripes = torch.zeros(8, 3, 256, 256, dtype=torch.uint8)
+    stripes[..., ::4], stripes[..., 1::4] = 255, 255
+    assert views(stripes, ViewsConfig(side=32, area=(1 / 64, 1 / 64), shift=0.5)).std() > 0.6
+
+
+def test_a_stretch_without_an_area_reaches_over_the_edge():
+    x = picture(300, 3, 16, 16)
+    assert (views(x, ViewsConfig(stretch=1.5)) - views(x)).abs().mean((1, 2, 3)).median() > 0.05
 
 
 @settings(max_examples=40, deadline=None)

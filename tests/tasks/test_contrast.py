@@ -143,6 +143,16 @@ def test_cut_embeddings_have_a_loss_of_their_own():
         task(widths=(12,))
 
 
+def test_scenes_of_one_caption_belong_together_and_a_false_one_may_be_true_of_another():
+    from vitrail.tasks.contrast import _mark
+
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 0], [7, 6, 5, 0], [6, 5, 7, 0], [5, 6, 7, 1]])
+    marks = _mark(ids).tolist()
+    assert marks[0] == marks[1] and len(set(marks)) == 4 and min(marks) >= 1 << 62
+    many = torch.randint(0, 50, (20000, 6)).unique(dim=0)
+    assert len(_mark(many).unique()) == len(many)
+
+
 def test_texts_learn_to_find_texts():
     made = task(texts=0.5)
     assert made.weights == {"pairs": 1.0, "texts": 0.5} == made.counts(batch(made)) | made.weights
@@ -173,6 +183,12 @@ def test_the_scale_stays_below_a_hundred_and_can_come_back(start, slope, learns)
 
 
 def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="swapped"):
+        task(swapped=True)
+    other = task()
+    wrong = Contrastive(other.model.config.with_(text=other.model.config.text.with_(eos=7)))
+    with pytest.raises(ConfigError, match="eos to 0"):
+        ContrastTask(wrong, {"named": named()}, other.words, ContrastSettings())
     with pytest.raises(ConfigError, match="tokenizer"):
         ContrastTask(task().model, {"named": named()}, None, ContrastSettings())
     long = named(templates=("1234567890" * 8 + " {}",))
@@ -184,8 +200,8 @@ def test_what_cannot_be_is_refused():
 
 
 def _gradients(bias: float | None) -> tuple[ContrastTask, list[torch.Tensor]]:
-    made = task(bias=bias, widths=(5,))
-    made.model.eval()
+    made = task([named(templates=("{}",))], bias=bias, widths=(5,))  # nothing is left to chance
+    made.model.train()
     return made, list(made.model.parameters())
 
 
@@ -193,6 +209,9 @@ def shared(bias: float | None, folder: str) -> None:
     """Each rank its share, unequal, with the gradients added up as the trainer does."""
     made, weights = _gradients(bias)
     mine = [[Asked("named", i) for i in share] for share in ((0, 1, 2, 3), (4, 5))][rank()]
+    made.model.eval()
+    judged = made(batch(made))["pairs"].item() / 6  # every rank has all of it
+    made.model.train()
     given = made.collate(mine)
     losses, counts = made(given), distributed.total(made.counts(given))
     (losses["pairs"] / counts["pairs"]).backward()
@@ -202,7 +221,7 @@ def shared(bias: float | None, folder: str) -> None:
         torch.distributed.all_reduce(grad)
         p.grad = grad
     if rank() == 0:
-        torch.save({"loss": total, "grads": [p.grad for p in weights]}, Path(folder) / "found.pt")
+        torch.save({"judged": judged, "loss": total, "grads": [p.grad for p in weights]}, Path(folder) / "found.pt")
 
 
 @pytest.mark.slow
@@ -214,6 +233,7 @@ def test_two_processes_give_the_gradients_of_one(bias, tmp_path):
     loss = made(batch(made))["pairs"] / 6
     loss.backward()
     assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["judged"] == pytest.approx(loss.item(), rel=1e-5)
     for p, other in zip(weights, found["grads"], strict=True):
         torch.testing.assert_close(torch.zeros_like(p) if p.grad is None else p.grad, other, rtol=1e-3, atol=1e-5)
 
@@ -269,6 +289,10 @@ def test_a_recipe_trains_saves_and_a_part_starts_another(pictured, tmp_path, cap
     assert torch.equal(model.image.embed.proj.weight, again.image.embed.proj.weight)
     assert not torch.equal(model.text.embed.weight, again.text.embed.weight)
     assert "but for mask" in capsys.readouterr().err
+    hub.save(again.image, tmp_path / "tower")  # a tower alone will do as well: all of it
+    alone = {"image": {"start": str(tmp_path / "tower"), "part": ""}}
+    model = recipe._model(recipe.Recipe.read({**RECIPE, "model": {**RECIPE["model"], "parts": alone}}), None)
+    assert torch.equal(model.image.embed.proj.weight, again.image.embed.proj.weight)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +310,20 @@ def test_a_part_that_does_not_fit_is_refused(change, says, pictured, tmp_path):
     other = {**RECIPE, "model": {**RECIPE["model"], "parts": change}}
     with pytest.raises(ConfigError, match=says):
         recipe._model(recipe.Recipe.read(other), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": {"kind": "vit", "config": TOWERS["vit"].plain()}}, "trains a Contrastive"),
+        ({"sources": {"shown": {"kind": "text", "package": "python-docs"}}}, "named or scenes"),
+        ({"sources": {"shown": {"kind": "named", "data": ["x"], "sid": 3}}}, "side"),
+        ({"sources": {"shown": {"kind": "named", "data": ["x"], "views": {"mirrow": 1}}}}, "mirror"),
+    ],
+)
+def test_a_task_is_given_what_it_can_read(change, says):
+    with pytest.raises(ConfigError, match=says):
+        recipe.Recipe.read({**RECIPE, **change})
 
 
 def test_unknown_settings_of_a_task_are_refused_by_name():

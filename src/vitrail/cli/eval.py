@@ -162,7 +162,7 @@ def probe(model: str, /, *, data: str = "cifar10", limit: int | None = None, com
     from vitrail.evals.suites.probe import probe as run
 
     viewer = open_viewer(model, common)
-    train, test = sets.classes(data, "train", limit), sets.classes(data, "test", limit)
+    train, test = (sets.classes(data, part, limit, parted=True) for part in ("train", "test"))
     if train.names != test.names:
         raise DataError(f"{data}: train and test have other classes", "give both the same sub-folders")
     x, z = (viewer.features(part.pictures).to(viewer.device) for part in (train, test))

@@ -46,7 +46,7 @@ class Captions(Protocol):
         """Pictures, each with a caption; `vary` draws it, `swapped` adds false ones where the source knows any."""
         ...
 
-    def again(self, index: Tensor) -> Tensor:
+    def again(self, index: Tensor, *, vary: bool = True) -> Tensor:
         """(B, P) another caption of the same pictures"""
         ...
 
@@ -69,8 +69,8 @@ class NamedCaptions:
     def pair(self, index: Tensor, *, vary: bool = True, swapped: bool = False) -> Captioned:
         return Captioned(self.source.pixels(index), self.source.texts(index, vary=vary))
 
-    def again(self, index: Tensor) -> Tensor:
-        return self.source.texts(index)
+    def again(self, index: Tensor, *, vary: bool = True) -> Tensor:
+        return self.source.texts(index, vary=vary)
 
     def longest(self, tokens: TokenTable) -> int:
         """The longest name: keywords and other languages may be cut."""
@@ -113,9 +113,9 @@ class SceneCaptions:
         true = torch.where(some, told[rows, which], pad(true, (0, wide - true.shape[1])))
         return Captioned(drawn.pixels, true, torch.where(some, untold[rows, which], 0))
 
-    def again(self, index: Tensor) -> Tensor:
+    def again(self, index: Tensor, *, vary: bool = True) -> Tensor:
         words, config = self._on(index.device), self.source.config
-        return ask(words, self.source.scenes(index), config.seed + 1, "caption_short").answer
+        return ask(words, self.source.scenes(index), config.seed + 1, "caption_short", held_out=not vary).answer
 
     def longest(self, tokens: TokenTable) -> int:
         swaps = (self.words.loose[f"swap_{sort}"].longest(tokens) for sort in SWAPS)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,7 +28,7 @@ from vitrail.data.sources import SOURCES, home, source
 from vitrail.data.sources.progress import bar
 from vitrail.errors import DataError, ImageError
 
-_FORMAT = "vitrail collection 1"
+_FORMAT = "vitrail collection 2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +71,7 @@ class Collection:
 def collection(name: str, side: int) -> Collection:
     """The pictures of a source (`vitrail data list`) or a folder, at one size: fetched and made the first time.
 
-    A picture that is not square stands in the middle of a square, transparent around it. Those that cannot be read are
-    left out, and counted.
+    What is not square is squashed, as our towers see all pictures. Those that cannot be read are left out, and counted.
     """
     if side < 1:
         raise DataError(f"pictures of {side} pixels", "give at least 1")
@@ -88,7 +88,7 @@ def collection(name: str, side: int) -> Collection:
 
 def _made_of(name: str, side: int) -> str:
     """Another version of a source, or another file in a folder, makes another collection."""
-    parts: list[object] = [name, side]
+    parts: list[object] = [_FORMAT, name, side]
     if name in SOURCES:
         rows = [source(part) for part in ((name, "emojibase") if name in VENDORS else (name,))]
         parts += [(row.package, row.version) for row in rows]
@@ -133,9 +133,7 @@ def _gathered(name: str, side: int) -> Collection:
 
 
 def _squared(rgba: np.ndarray, side: int) -> np.ndarray:
-    """(H, W, 4), none longer than the side → (4, S, S)"""
-    H, W = rgba.shape[:2]
-    square = np.zeros((4, side, side), np.uint8)
-    y, x = (side - H) // 2, (side - W) // 2
-    square[:, y : y + H, x : x + W] = rgba.transpose(2, 0, 1)
-    return square
+    """(H, W, 4) → (4, S, S)"""
+    if rgba.shape[:2] != (side, side):
+        rgba = np.asarray(Image.fromarray(rgba).resize((side, side), Image.Resampling.LANCZOS))
+    return rgba.transpose(2, 0, 1)

@@ -6,15 +6,19 @@ N pictures, B samples, C channels, S side, K texts that a picture has, F forms o
 
 import hashlib
 import re
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from vitrail.config import Config
-from vitrail.data.collection import collection
+from vitrail.data.collection import Collection, collection
 from vitrail.data.pictures import About
+from vitrail.data.pictures.classes import READERS as CLASSES
 from vitrail.data.scenes.source import Asked
+from vitrail.data.sources import SOURCES
 from vitrail.data.views import ViewsConfig
 from vitrail.data.words.english import indefinite
 from vitrail.data.words.pieces import Pieces, TokenTable
@@ -49,7 +53,8 @@ class NamedConfig(Config, tag="named", tag_field="kind"):
     """
     data        sources of pictures (`vitrail data list`) or folders
     side        at which pictures are kept
-    part        of sets with classes: train, test or both
+    part        of sets with classes: train, test or both; of others, all
+    names       what a picture is called by: its own name, or its category (of a folder: the one that it lies in)
     only        categories that count; all unless given
     without     names that are left out
     templates   what is said around an English name: {} is the name, {a} the name with its article
@@ -61,6 +66,7 @@ class NamedConfig(Config, tag="named", tag_field="kind"):
     data: tuple[str, ...]
     side: int = 64
     part: Literal["all", "train", "test"] = "all"
+    names: Literal["own", "category"] = "own"
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     templates: tuple[str, ...] = TEMPLATES
@@ -73,10 +79,11 @@ class NamedConfig(Config, tag="named", tag_field="kind"):
         if not self.data or not self.templates:
             raise ConfigError("named pictures need data and templates", "name at least one of each")
         for template in self.templates:
-            end = _SLOT.split(template)[-1]
-            if len(_SLOT.findall(template)) != 1 or (end not in ("", ".") and not end.startswith(" ")):
+            parts = _SLOT.split(template)
+            apart = parts[0][-1:] in ("", " ") and (parts[-1] in ("", ".") or parts[-1].startswith(" "))
+            if len(parts) != 2 or not apart:
                 raise ConfigError(
-                    f"the template {template!r} has no one place for the name, before a space, a full stop or the end",
+                    f"the template {template!r} has no one place for the name, between spaces or at an end",
                     'write "{}", or "{a}" for the name with its article, once',
                 )
         if not (0 <= self.keywords and 0 <= self.foreign and self.keywords + self.foreign <= 1):
@@ -102,11 +109,8 @@ class NamedSource:
 
     def __init__(self, config: NamedConfig, name: str = "named"):
         self.config, self.name, self.pieces = config, name, Pieces()
-        found = [collection(data, config.side) for data in config.data]
-        known = {about.name.lower() for some in found for about in some.abouts}
-        missing = sorted({name.lower() for name in config.without} - known)
-        if missing:
-            raise DataError(f"no picture is called {missing[0]!r}", nearest(missing[0], sorted(known)))
+        found = [_called(collection(data, config.side), data, config.names) for data in config.data]
+        _check_known([about for some in found for about in some.abouts], config)
         rows = [[row for row, about in enumerate(some.abouts) if _wanted(about, config)] for some in found]
         self.abouts = tuple(some.abouts[row] for some, kept in zip(found, rows, strict=True) for row in kept)
         if not self.abouts:
@@ -125,8 +129,10 @@ class NamedSource:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the pictures there are and their names."""
-        return hashlib.sha256("\n".join(f"{one.id} {one.name}" for one in self.abouts).encode()).hexdigest()[:16]
+        """Changes with the pictures there are, their pixels and what is known of them."""
+        made = hashlib.blake2b(msgspec.json.encode(self.abouts), digest_size=8)
+        made.update(self._on(torch.device("cpu")).pixels.numpy())
+        return made.hexdigest()
 
     @property
     def concepts(self) -> list[str]:
@@ -165,16 +171,23 @@ class NamedSource:
             for template, (before, after) in zip(config.templates, parts, strict=True)
         ]
         names = [[form.format(about.name, indefinite(about.name)) for form in _FORMS] for about in self.abouts]
-        foreign = [rows([about.labels.get(code, "") for about in self.abouts]) for code in config.languages]
+        foreign = [rows(self._own([a.labels.get(code, "") for a in self.abouts])) for code in config.languages]
         return _Tables(
             pixels,
             torch.stack([rows(some) for some in names]),
-            rows([", ".join(about.keywords[:6]) for about in self.abouts]),
+            rows(self._own([", ".join(about.keywords[:6]) for about in self.abouts])),
             torch.stack(foreign or [torch.zeros(len(self), dtype=torch.int64)], 1),
             rows([before.rstrip() for before, _ in parts]),
             torch.tensor(form),
             rows([after.rstrip() if after != "." else "" for _, after in parts]),
         )
+
+    def _own(self, texts: list[str]) -> list[str]:
+        """The texts that tell of one concept alone: keywords of many things would make them each other's negatives."""
+        concepts: dict[str, set[str]] = {}
+        for text, concept in zip(texts, self.concepts, strict=True):
+            concepts.setdefault(text.lower(), set()).add(concept)
+        return [text if len(concepts[text.lower()]) == 1 else "" for text in texts]
 
     def _on(self, device: torch.device) -> _Tables:
         if device not in self._ready:
@@ -182,11 +195,41 @@ class NamedSource:
         return self._ready[device]
 
 
+def _called(found: Collection, data: str, names: str) -> Collection:
+    """With the names that are asked for."""
+    if names == "category":
+        abouts = tuple(replace(about, name=about.category) for about in found.abouts)
+        return Collection(abouts, found.pixels)
+    if data not in SOURCES:  # in a folder of classes, files are numbered
+        first: dict[str, About] = {}
+        for about in found.abouts:
+            other = first.setdefault(about.name.lower(), about)
+            if other.category != about.category:
+                raise DataError(
+                    f"{data}: {other.key} and {about.key} have one name, {about.name!r}",
+                    'if folders are classes, set names = "category"; or rename one',
+                )
+    return found
+
+
+def _check_known(abouts: list[About], config: NamedConfig) -> None:
+    """What is left out, asked for or spoken must be there."""
+    known = {
+        "without": {about.name.lower() for about in abouts},
+        "only": {about.category for about in abouts},
+        "languages": {code for about in abouts for code in about.labels},
+    }
+    for key, there in known.items():
+        for value in getattr(config, key):
+            if (value.lower() if key == "without" else value) not in there:
+                raise DataError(f"{key}: {value!r} is of no picture", nearest(value, sorted(there)))
+
+
 def _wanted(about: About, config: NamedConfig) -> bool:
     return (
         bool(about.name.strip())
         and about.name.lower() not in {name.lower() for name in config.without}
-        and (config.part == "all" or about.key.startswith(f"{config.part}-"))
+        and (config.part == "all" or about.vendor not in CLASSES or about.key.startswith(f"{config.part}-"))
         and (not config.only or about.category in config.only)
     )
 

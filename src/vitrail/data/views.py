@@ -21,7 +21,8 @@ class ViewsConfig(Config):
 
     side      of a view; that of the picture unless given
     area      the smallest and the largest share of the picture that a view shows; above 1 it stands in empty space
-    stretch   the most that one side is cut longer than the other: 1.33 is 3 : 4 … 4 : 3
+    stretch   the most that one side is cut longer than the other: 1.33 is 3 : 4 … 4 : 3, or less where a view would not
+              lie inside the picture
     shift     how far a view lies off the middle, at most, as a share of the picture's side. A view of another area than
               the picture's stays inside it, or has all of it inside (0.5 reaches every such place)
     turn      degrees, either way
@@ -68,13 +69,16 @@ PLAIN = ViewsConfig()
 
 
 def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
-    """uint8 (B, 3 or 4, H, W) → float32 (B, 3, S, S) in −1…1, a view of each."""
+    """uint8 (B, 3 or 4, H, W) → float32 (B, 3, S, S) in −1…1, a view of each. What is not square is squashed first, as
+    all pictures are that our towers see."""
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (3, 4):
         raise ImageError(
             f"views are made of uint8 (B, 3 or 4, H, W), not {pixels.dtype} {tuple(pixels.shape)}",
             "give red, green, blue and perhaps opacity",
         )
     x = pixels / 255
+    if x.shape[2] != x.shape[3]:
+        x = F.interpolate(x, (max(x.shape[2:]),) * 2, mode="bilinear")
     if pixels.shape[1] == 4:  # colours of what is transparent must not bleed into what is not
         x = torch.cat([x[:, :3] * x[:, 3:], x[:, 3:]], 1)
     x = _placed(x, config)
@@ -92,20 +96,20 @@ def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
 
 
 def _placed(x: Tensor, config: ViewsConfig) -> Tensor:
-    """(B, C, H, W) → (B, C, S, S): one affine map a picture"""
-    B, C, H, W = x.shape
-    S, device = config.side, x.device
+    """(B, C, H, H) → (B, C, S, S): one affine map a picture"""
+    B, C, H, _ = x.shape
+    S, device = config.side or H, x.device
     moved = config.area != (1.0, 1.0) or config.stretch > 1 or config.shift or config.turn
     if not moved:
         if config.mirror:
             x = torch.where(_hits(B, config.mirror, device), x.flip(-1), x)
-        if S is not None and (S, S) != (H, W):
+        if S != H:
             x = F.interpolate(x, (S, S), mode="bilinear", antialias=True)
         return x
     area, ratio, turn, mirror = torch.rand(4, B, device=device)
     size = (config.area[0] + (config.area[1] - config.area[0]) * area).sqrt()
     ratio = torch.exp((ratio - 0.5) * math.log(config.stretch))  # √ of how much wider than high
-    if config.area[1] <= 1:  # what is cut out lies inside
+    if config.area != (1.0, 1.0) and config.area[1] <= 1:  # what is cut out lies inside
         ratio = ratio.clamp(size, 1 / size)
     wide, high = size * ratio, size / ratio
     room = (1 - torch.stack([wide, high], 1)).abs() / 2  # how far it can go without leaving an edge
@@ -121,10 +125,10 @@ def _placed(x: Tensor, config: ViewsConfig) -> Tensor:
         ],
         1,
     )  # (B, 2, 3)
-    S = S or H
     edge = "zeros" if C == 4 else "reflection"  # beyond a drawing is nothing, beyond a photograph more of the like
-    if S * 2 <= min(H, W):  # or every second pixel goes unseen
-        x = F.interpolate(x, (min(H, 2 * S), min(W, 2 * S)), mode="bilinear", antialias=True)
+    enough = math.ceil(2 * S / math.sqrt(config.area[0]))  # pixels of which the closest view has two each
+    if enough < H:  # of more, some would go unseen
+        x = F.interpolate(x, (enough, enough), mode="bilinear", antialias=True)
     grid = F.affine_grid(theta, [B, C, S, S], align_corners=False)
     return F.grid_sample(x, grid, padding_mode=edge, align_corners=False)
 

@@ -51,7 +51,7 @@ class ConvConfig(Config, tag="conv", tag_field="kind"):
             raise ConfigError(
                 f"stages of widths {self.widths} with {self.blocks} blocks", "give each a width and at least one block"
             )
-        if any(width % self.groups for width in self.widths):
+        if self.groups < 1 or any(width % self.groups for width in self.widths):
             raise ConfigError(f"{self.groups} groups do not divide widths {self.widths}", "change groups or widths")
         if self.image % self.patch:
             raise ConfigError(f"a map cannot be halved from {self.image} pixels {self.patch}-fold", "change image")

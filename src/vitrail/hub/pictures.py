@@ -12,7 +12,7 @@ from torch import nn
 
 from vitrail.evals.viewer import Tower, tower_of
 from vitrail.hub.files import read_json, write_json
-from vitrail.processing.preprocessing import FILE, Preprocessing, said
+from vitrail.processing.preprocessing import FILE, WHOLE, Preprocessing, said
 
 KEPT = "prepared"  # the attribute of a model: what its folder said, {} if nobody knows; none if it was made here
 
@@ -79,6 +79,7 @@ def _ours(tower: Tower, family: str) -> dict[str, Any]:
 
 def _put(folder: Path, found: dict[str, Any] | None) -> None:
     if found is None:
-        (folder / FILE).unlink(missing_ok=True)  # of a model that lay there before
+        for file in (FILE, WHOLE):  # of a model that lay there before
+            (folder / file).unlink(missing_ok=True)
     else:
         write_json(folder / FILE, found)

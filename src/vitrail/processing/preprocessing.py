@@ -62,9 +62,10 @@ class Preprocessing:
             raise CheckpointError(f"{file}: pictures of no one size", "suites read models with square pictures only")
         if not about.get("do_resize", True):
             raise CheckpointError(f"{file}: pictures are not resized", "set do_resize and size in it")
-        resample = _RESAMPLE.get(about.get("resample", 3))
-        if resample is None:
-            raise CheckpointError(f"{file}: resample {about['resample']}", f"known: {_RESAMPLE}")
+        number = about.get("resample", 3)
+        if not isinstance(number, int) or number not in _RESAMPLE:
+            raise CheckpointError(f"{file}: resample {number}", f"known: {_RESAMPLE}")
+        resample = _RESAMPLE[number]
         size, crop = about["size"], _side(about.get("crop_size"), file) if about.get("do_center_crop") else None
         if isinstance(size, int):  # written before sizes were dicts: the shortest edge where a crop follows
             size = {"shortest_edge": size} if crop else {"height": size, "width": size}
@@ -85,7 +86,11 @@ class Preprocessing:
         mean, std = (0.0,) * 3, (1.0,) * 3
         if about.get("do_normalize", True):
             mean, std = (_levels(about, key, file) for key in ("image_mean", "image_std"))
+        if not all(std):
+            raise CheckpointError(f"{file}: image_std is {std}", "nothing can be divided by 0")
         rescale = about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0
+        if not isinstance(rescale, float | int):
+            raise CheckpointError(f"{file}: rescale_factor is {rescale!r}", "give a number")
         return cls(policy, mean, std, rescale)
 
     @property

@@ -27,7 +27,7 @@ from vitrail.processing.text import Tokenizer
 from vitrail.train.task import Batch
 
 MOST = math.log(100)  # CLIP's scale stays below 100
-_ALONE, _FALSE = 1 << 40, 1 << 60  # where the ids of scenes, and those of false captions, begin
+_TEXT = 1 << 62  # labels from here on are those of texts, below of concepts
 
 
 class ContrastSettings(Config):
@@ -56,12 +56,12 @@ class _Made(NamedTuple):
     false: Tensor | None
     again: Tensor | None
     labels: Tensor  # (B,) of the pictures and of `true`
-    wrong: Tensor | None  # (M,) of `false`: no picture's, or −1 where there is none
+    wrong: Tensor | None  # (M,) of `false`: −1 where there is none
 
 
 class ContrastTask:
     """A model without a bias learns by CLIP's loss, one with a bias by SigLIP's. Pictures of one name, of whichever
-    source, belong to all captions of that name; every scene belongs to its own."""
+    source, belong to all captions of that name; scenes belong to captions word for word as their own."""
 
     def __init__(
         self,
@@ -74,13 +74,19 @@ class ContrastTask:
             raise ConfigError(
                 "a contrastive model reads captions, and there is no tokenizer", "add a [tokenizer] table"
             )
+        if words.eos is not None and model.config.text.eos not in (None, words.eos):
+            raise ConfigError(
+                f"texts end with {model.config.text.eos} to the model, and with {words.eos} to the tokenizer",
+                f"set model.config.text.eos to {words.eos}",
+            )
+        if settings.swapped and not any(isinstance(source, SceneSource) for source in sources.values()):
+            raise ConfigError("swapped captions are made of scenes, and there are none", "add a source of scenes")
         self.model, self.settings, self.words = model, settings, words
         width = model.config.width
         if any(cut >= width for cut in settings.widths):
             raise ConfigError(f"embeddings of {width} cannot be cut to {max(settings.widths)}", f"stay below {width}")
         self.weights = {"pairs": 1.0} | ({"texts": settings.texts} if settings.texts else {})
         self.captions: dict[str, Captions] = {name: captions(source) for name, source in sources.items()}
-        self.order = {name: n for n, name in enumerate(sources)}
         self.frame = frame(words, model.config.text)
         self._numbers: dict[str, int] = {}  # of concepts, for all sources alike
         self._ready: dict[tuple[torch.device, str], tuple[TokenTable, Tensor]] = {}
@@ -94,7 +100,13 @@ class ContrastTask:
         return dict.fromkeys(self.weights, sum(len(index) for index in batch.values()))
 
     def flops(self, batch: Batch) -> int:
-        return cost.flops(self.model, self.model.work(self.counts(batch)["pairs"]))
+        """Every picture has its caption, a second one where texts are compared, and scenes a false one where asked."""
+        B = self.counts(batch)["pairs"]
+        more = B if self.settings.texts else 0
+        if self.settings.swapped:
+            more += sum(len(index) for name, index in batch.items() if self.captions[name].concepts is None)
+        text = self.model.text
+        return cost.flops(self.model, self.model.work(B)) + (cost.flops(text, text.work(more)) if more else 0)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         made = self._made(batch)
@@ -106,7 +118,12 @@ class ContrastTask:
         found = {"pairs": self._loss(u, v, made.labels, columns)}
         if second is not None:
             found["texts"] = self._loss(second, v, made.labels, columns)
-        return {name: _whole(value, len(u)) for name, value in found.items()}
+        return {name: _whole(value, len(u)) if self._shared else value * len(u) for name, value in found.items()}
+
+    @property
+    def _shared(self) -> bool:
+        """Whether ranks hold parts of one batch. Judged, each has all of it."""
+        return self.model.training and dist.is_initialized() and dist.get_world_size() > 1
 
     def _loss(self, u: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """The mean over the whole width and all it may be cut to."""
@@ -117,7 +134,7 @@ class ContrastTask:
         return total / (1 + len(self.settings.widths))
 
     def _one(self, u: Tensor, v: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        model, many = self.model, dist.is_initialized() and dist.get_world_size() > 1
+        model, many = self.model, self._shared
         if model.bias is None:
             scale = _AtMost.apply(model.log_scale.float(), MOST).exp()
             return ranks.clip_loss(u, v, scale, labels, reduce="sum") if many else clip_loss(u, v, scale, labels)
@@ -138,13 +155,13 @@ class ContrastTask:
             pair = told.pair(index, vary=vary, swapped=self.settings.swapped)
             found["pixels"].append(views(pair.pixels, (told.views if vary else PLAIN).with_(side=side)))
             found["true"].append(self._ids(name, pair.true))
-            own = index + _ALONE * (1 + self.order[name])
-            found["labels"].append(own if told.concepts is None else self._on(index.device, name)[1][index])
+            concepts = self._on(index.device, name)[1]
+            found["labels"].append(_mark(found["true"][-1]) if told.concepts is None else concepts[index])
             if self.settings.texts:
-                found["again"].append(self._ids(name, told.again(index)))
+                found["again"].append(self._ids(name, told.again(index, vary=vary)))
             if pair.false is not None:
                 found["false"].append(self._ids(name, pair.false))
-                found["wrong"].append(torch.where(pair.false.any(1), own + _FALSE, -1))
+                found["wrong"].append(torch.where(pair.false.any(1), _mark(found["false"][-1]), -1))
         return _Made(**{field: torch.cat(parts) if parts else None for field, parts in found.items()})  # type: ignore
 
     def _ids(self, name: str, rows: Tensor) -> Tensor:
@@ -178,11 +195,17 @@ class ContrastTask:
             )
 
 
+def _mark(ids: Tensor) -> Tensor:
+    """(B, L) → (B,) a label from _TEXT on, the same for the same text and, but for a chance of 2⁻⁶², for no other"""
+    odd = torch.arange(ids.shape[1], device=ids.device) * -0x61C8864680B583EB | 1
+    mixed = (ids + 1) * odd
+    mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47  # a sum alone would take swapped words for the same
+    return (mixed.sum(1) & (_TEXT - 1)) + _TEXT
+
+
 def _whole(loss: Tensor, rows: int) -> Tensor:
     """The loss as a sum over this rank's rows. Its gradient is that of the sum over all ranks' rows: each rank holds
     its part of it, and the trainer adds them up."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return loss * rows
     everywhere = torch.tensor(float(rows), device=loss.device)
     dist.all_reduce(everywhere)
     return loss * everywhere - (loss * (everywhere - rows)).detach()

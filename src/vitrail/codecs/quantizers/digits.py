@@ -12,6 +12,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 
 MOST = 2**63  # ids are int64
+EXACT = 2**24  # below, float32 has every integer
 
 
 def places(radices: tuple[int, ...], low_first: bool) -> list[int]:
@@ -57,7 +58,13 @@ def split(ids: Tensor, radices: tuple[int, ...], low_first: bool) -> Tensor:
 
 
 def join(values: Tensor, radices: tuple[int, ...], low_first: bool) -> Tensor:
-    """(…, D) → (…), summed in int64: float32 has room for 24 bits"""
+    """(…, D) → (…): in float32 while it holds every sum exactly, and in int64 beyond its 24 bits. Never by a matrix
+    product, which may be taken in fewer bits."""
+    if math.prod(radices) <= EXACT and values.dtype == torch.float32:
+        total = values[..., 0] * places(radices, low_first)[0]
+        for digit, place in zip(values.unbind(-1)[1:], places(radices, low_first)[1:], strict=True):
+            total = total.add_(digit, alpha=place)
+        return total.long()
     ids = torch.zeros(values.shape[:-1], dtype=torch.int64, device=values.device)
     for digit, place in zip(values.unbind(-1), places(radices, low_first), strict=True):
         ids = ids + digit.long() * place

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vitrail.codecs.quantizers import digits
 from vitrail.codecs.quantizers.base import Quantized, Quantizer, wide
-from vitrail.codecs.quantizers.gradients import straight_through
 from vitrail.config import Config
 
 SLACK = 1e-3  # the outermost levels are reached by finite numbers
@@ -29,29 +28,55 @@ class FSQ(Quantizer[FSQConfig]):
 
     Config = FSQConfig
     low_first = True
+    middle: Tensor
+    reach: Tensor
+    offset: Tensor
+    start: Tensor
 
     def __init__(self, config: FSQConfig | None = None, **fields: Any):
         super().__init__(config, **fields)
         self.radices = self.config.levels
         self.dim = self.width = len(self.radices)
         self.sizes = (math.prod(self.radices),)
+        levels = torch.tensor(self.radices, dtype=torch.float64)
+        offset = (levels % 2 == 0) * 0.5
+        reach = (levels - 1) * (1 + SLACK) / 2
+        tables = {"middle": levels // 2, "reach": reach, "offset": offset, "start": torch.atanh(offset / reach)}
+        for name, table in tables.items():  # made once: a table made in every pass is a copy to the device each
+            self.register_buffer(name, table.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Quantized:
         self.check(x)
         with torch.autocast(x.device.type, enabled=False):
             z = wide(x)
-            levels = torch.tensor(self.radices, device=x.device)
-            middle = (levels // 2).to(z.dtype)
-            reach = ((levels - 1) * (1 + SLACK) / 2).to(z.dtype)
-            offset = (levels % 2 == 0) * z.new_tensor(0.5)
-            bounded = torch.tanh(z + torch.atanh(offset / reach)) * reach - offset
-            level = bounded.detach().round()
-            if max(self.radices) > 1 / SLACK:  # the slack alone would add a level
-                level = level.clamp(-middle, levels - 1 - middle)
-            codes = (straight_through(bounded, level) / middle).to(x.dtype)
-        return Quantized(codes, digits.join((level + middle).nan_to_num(), self.radices, self.low_first), {})
+            middle, reach, offset, start = (t.to(z.dtype) for t in (self.middle, self.reach, self.offset, self.start))
+            codes, level = _Rounded.apply(z, start, reach, offset, middle, max(self.radices) > 1 / SLACK)
+        ids = digits.join(level.nan_to_num_(), self.radices, self.low_first)
+        return Quantized(codes.to(x.dtype), ids, {})
 
     def lookup(self, ids: Tensor) -> Tensor:
         self.check_ids(ids)
         middle = torch.tensor(self.radices, device=ids.device) // 2
         return (digits.split(ids, self.radices, self.low_first) - middle).float() / middle
+
+
+class _Rounded(torch.autograd.Function):
+    """x → codes and levels, counted from 0. Backward it is the bound, tanh, alone: rounding passes slopes on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, start: Tensor, reach: Tensor, offset: Tensor, middle: Tensor, clamp: bool
+    ) -> tuple[Tensor, Tensor]:
+        bound = torch.tanh(x + start)
+        level = torch.addcmul(-offset, bound, reach).round_()
+        if clamp:  # the slack alone would add a level
+            level = level.clamp(-middle, middle - 2 * offset)
+        ctx.save_for_backward(bound, reach / middle)
+        codes, level = level / middle, level + middle
+        ctx.mark_non_differentiable(level)
+        return codes, level
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
+        bound, scale = ctx.saved_tensors
+        return gradient * (1 - bound.square()) * scale, None, None, None, None, None

@@ -112,7 +112,7 @@ class Album:
         if self.captions is not None:
             raise DataError(f"{self.name} holds captions, not names", "name a source of pictures: vitrail data list")
         if language is None:
-            return [about.name for about in self.about]
+            return [about.name.strip() or None for about in self.about]
         if language not in self.languages:
             remedy = nearest(language, self.languages) if self.languages else "leave the language out"
             raise ConfigError(f"no picture of {self.name} has a name in {language!r}", remedy)
@@ -132,9 +132,9 @@ def album(name: str, limit: int | None = None, side: int | None = None) -> Album
     return Album(name, [partial(source.rgba, row, side) for row in rows], [source.about(row) for row in rows])
 
 
-def classes(name: str, part: Part, limit: int | None = None) -> Classes:
+def classes(name: str, part: Part, limit: int | None = None, *, parted: bool = False) -> Classes:
     """A part of CIFAR-10 or Fashion-MNIST, or a folder with a sub-folder a class, of which the parts are folders
-    `train` and `test` where it has such."""
+    `train` and `test` where it has such; one that is `parted` must have them."""
     if name in CLASSES:
         found = labelled(name, part)
         rows = some_of(len(found.labels), limit)
@@ -145,6 +145,8 @@ def classes(name: str, part: Part, limit: int | None = None) -> Classes:
     parts = [place for place in (folder / "train", folder / "test") if place.is_dir()]
     if parts and folder / part not in parts:
         raise DataError(f"{folder} has {parts[0].name}, and no {part}", f"make a folder {part} in it")
+    if parted and not parts:
+        raise DataError(f"{folder} has no folders train and test", "make both: a probe is tested on other pictures")
     samples = open_format("images", folder / part if parts else folder)
     if len(samples.names) < 2:
         raise DataError(f"{samples.path} holds {len(samples.names)} classes", "make a sub-folder for each class")
@@ -176,7 +178,16 @@ def _told(samples: list[Sample], path: Path) -> Gallery:
 
 
 def _distinct(names: Iterable[str | None]) -> tuple[list[str], list[int]]:
-    """Each name once, and for each item the number of its name, or NOTHING."""
+    """Each name once, and for each item the number of its name, or NOTHING. "Tux" and "tux" are one name, as they are
+    in training."""
     known: dict[str, int] = {}
-    rows = [NOTHING if name is None else known.setdefault(name, len(known)) for name in names]
-    return list(known), rows
+    texts: list[str] = []
+    rows = []
+    for name in names:
+        if name is None:
+            rows.append(NOTHING)
+            continue
+        rows.append(known.setdefault(name.lower(), len(texts)))
+        if rows[-1] == len(texts):
+            texts.append(name)
+    return texts, rows

@@ -21,9 +21,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "codec": Command(
-        "vitrail.cli.tokenize:codec",
-        "Look at what codecs keep of a picture.",
-        "vitrail codec look photo.jpg --codec out/bsq --codec out/fsq -o strip.png",
+        "vitrail.cli.codec:app",
+        "Look at what codecs keep of a picture, and measure it beside JPEG, WebP and AVIF.",
+        "vitrail codec compare out/bsq --data cifar10 --limit 1000 --baseline jpeg --baseline avif --plot rates.svg",
     ),
     "data": Command(
         "vitrail.cli.data:app",

@@ -1,21 +1,16 @@
-"""`vitrail tokenize`, `vitrail detokenize`, `vitrail codec look`: pictures as tokens, back, and what that keeps."""
+"""`vitrail tokenize` and `vitrail detokenize`: pictures as tokens, and back."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.cli.codec import load_codec
+from vitrail.errors import ConfigError
 
 NAMED = 20  # unreadable pictures that are named; the others are counted
-
-codec = App(
-    name="codec",
-    help="Look at what codecs keep of a picture.",
-    help_epilogue="Example: vitrail codec look photo.jpg --codec out/bsq --codec out/fsq -o strip.png",
-)
 
 
 def tokenize(
@@ -67,7 +62,7 @@ def tokenize(
         raise ConfigError(f"--side makes squares, and fit {fit!r} leaves pictures as they are", "leave one of them out")
     how = Fit(how=fit, size=None if side is None else (side, side))
     pictures = find_pictures(inputs)
-    model = _load(codec, device)
+    model = load_codec(codec, device)
     with tqdm(total=len(pictures), unit=" pictures", file=sys.stderr, disable=None) as bar:
         settings: dict[str, Any] = {"batch": batch, "workers": workers, "progress": bar.update}
         file = tokens.tokenize(model, pictures, out, fit=how, name=Path(codec).resolve().name, **settings)
@@ -111,83 +106,11 @@ def detokenize(
     from vitrail.codecs.tokens import detokenize as write
 
     with TokenFile(file) as held:
-        model = _load(codec, device)
+        model = load_codec(codec, device)
         with tqdm(total=len(held), unit=" pictures", file=sys.stderr, disable=None) as bar:
             paths = write(model, held, out, batch=batch, progress=bar.update)
         print(f"{len(paths):,} pictures: {out}")
         _tell(held.faults)
-
-
-@codec.command(help_epilogue="Example: vitrail codec look photo.jpg --codec out/bsq --codec out/fsq -o strip.png")
-def look(
-    picture: Path,
-    /,
-    *,
-    codec: Annotated[list[str], Parameter(negative="")],
-    out: Annotated[Path, Parameter(alias="-o")] = Path("out/strip.png"),
-    side: int | None = None,
-    device: str | None = None,
-) -> None:
-    """Draw a picture as codecs give it back: original, reconstructions, differences, PSNR and bits a pixel.
-
-    Parameters
-    ----------
-    picture
-        Any picture file.
-    codec
-        Models: folders, or hub ids. May be repeated.
-    out
-        The strip to write.
-    side
-        Pixels of the square that is looked at, cut from the middle; the first codec's own size unless said.
-    device
-        cpu, cuda, …; a GPU if there is one.
-    """
-    import torch
-    from PIL import Image
-
-    from vitrail.codecs.fit import Fit
-    from vitrail.processing.images import load_image
-    from vitrail.show.strip import Kept, decibel, draw_strip
-    from vitrail.show.style import check_picture, save_picture
-
-    check_picture(out)
-    image = load_image(picture)
-    models = {name: _load(name, device) for name in dict.fromkeys(codec)}
-    size = next(iter(models.values())).size if side is None else (side, side)
-    original, kept = None, []
-    for name, model in models.items():
-        pixels, _ = Fit(size=size).whole(model).apply(image, model.factor)
-        with torch.no_grad():
-            given = model.bytes(model.reconstruct(model.pixels(pixels[None])))[0].cpu()
-        original = original or Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-        kept.append(Kept(name, Image.fromarray(given.permute(1, 2, 0).contiguous().numpy()), model.bits_per_pixel))
-    assert original is not None
-    save_picture(draw_strip(original, kept, picture.name), out)
-    for one in kept:
-        print(f"{decibel(original, one.picture):7.2f} dB  {one.bits_per_pixel:8.4f} bits a pixel  {one.name}")
-    print(out)
-
-
-def _load(name: str, device: str | None) -> Any:
-    import torch
-
-    from vitrail import hub
-    from vitrail.codecs.codec import CodecConfig
-    from vitrail.hub.configs import read_config
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config = read_config(name)
-    if not isinstance(config, CodecConfig):
-        kind = type(config).__name__.removesuffix("Config")
-        raise CheckpointError(
-            f"{name} is a {kind} and has no codes", "give a codec: a folder that `vitrail train` wrote"
-        )
-    try:
-        return hub.load(name, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"device {device!r} cannot be used: {first}", "try --device cpu") from None
 
 
 def _tell(faults: dict[str, str], say: Callable[[str], Any] = lambda line: print(line, file=sys.stderr)) -> None:

@@ -1,7 +1,7 @@
 """JPEG, WebP and AVIF as Pillow writes them: what codecs stand beside.
 
-The file of a small picture is mostly head: of a JPEG of 32 × 32 pixels, four bytes of five. So every file is weighed
-twice: whole, and by what is `coded`, the bytes that tell its picture from others of its size and quality. Those of
+The file of a small picture is mostly head: of an AVIF of 32 × 32 pixels, 288 bytes. So every file is weighed twice:
+whole, and by what is `coded`, the bytes that tell its picture from others of its size and quality. Those of
 
     JPEG  the scan, with the Huffman tables that the standard prints, which a decoder can know, or with its own where it
           is smaller with them; the tables of the quality are the same for all, and count once for a whole set

@@ -5,6 +5,7 @@ N pictures, B of them at once, H, W pixels, C classes, E width of an embedding, 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,14 @@ from vitrail.errors import DataError
 from vitrail.evals.contrastive import Embedder
 from vitrail.evals.shares import Score, Share
 from vitrail.evals.suites.probe import Linear, fit, probe
-from vitrail.evals.suites.sets import Classes
 from vitrail.evals.suites.zeroshot import TEMPLATES, classifier, zeroshot
+
+
+class Told(NamedTuple):
+    """Pictures, and the number of each one's class."""
+
+    batches: Iterable[Tensor]  # uint8 (B, 3, H, W)
+    labels: Tensor  # (N,)
 
 
 class Reader:
@@ -27,28 +34,25 @@ class Reader:
     def __init__(
         self,
         embedder: Embedder,
-        batches: Iterable[Tensor],
-        labels: Tensor,
+        test: Told,
         names: Sequence[str],
         *,
         templates: Sequence[str] = TEMPLATES,
-        train: Classes | None = None,
+        train: Told | None = None,
     ):
-        self.embedder, self.labels, self.names = embedder, labels, tuple(names)
+        self.embedder, self.labels, self.names = embedder, test.labels, tuple(names)
         self.classes = classifier(embedder.texts, names, templates)
         self.linear: Linear | None = None
         self._mean = self._deviation = torch.zeros(0)
         original = Look(self, probed=train is not None)
-        for pictures in batches:
+        for pictures in test.batches:
             original.add(pictures)
         u, z = original.seen()
         self.right = self.named(u)  # (N,) of the originals
         self.before = {"by prompt, top-1": float(self.right.double().mean())}
         if train is not None:
-            if train.names != self.names:
-                raise DataError("the training part has other classes", "give both the same")
-            x = embedder.features(train.pictures)
-            found = probe(x, train.labels, z, labels, self.names)
+            x = torch.cat([embedder.features(list(pictures)) for pictures in train.batches])
+            found = probe(x, train.labels, z, test.labels, self.names)
             self._mean, self._deviation = x.double().mean(0), x.double().std(0)
             self._deviation = torch.where(self._deviation > 1e-8, self._deviation, 1.0)
             self.linear = fit(self.scaled(x), train.labels, len(self.names), found.strength)

@@ -35,6 +35,7 @@ from vitrail.processing.images import load_image
 CODED, FILED, ENTROPY = "bits a pixel", "bits a pixel in files", "bits a pixel at the codes' entropy"
 POOLED = "PSNR of the mean error"
 ENCODED, DECODED = "pictures a second, encoding", "pictures a second, decoding"
+FEW = 5  # files or batches
 SEED = 7171  # of scenes: not one that models are trained on
 
 
@@ -73,12 +74,13 @@ def shown(
     limit: int | None = None,
     side: int | None = None,
     classes: bool = False,
+    parted: bool = False,
     seed: int = SEED,
     atlas: str = "emoji",
 ) -> Shown:
     """Scenes by their preset, a set with classes, or any source or folder of pictures; with `classes`, a folder with a
-    sub-folder a class. Scenes are drawn, and drawings rasterised, at `side`; everything else is brought to a square of
-    it, if it is given."""
+    sub-folder a class, and if it is `parted` with folders `train` and `test` of such. Scenes are drawn, and drawings
+    rasterised, at `side`; everything else is brought to a square of it, if it is given."""
     size = None if side is None else (side, side)
     if name in PRESETS and not Path(name).is_dir():
         if limit is None:
@@ -87,7 +89,7 @@ def shown(
         source = SceneSource(config, open_atlas(atlas))
         return Shown([partial(_scene, source, row) for row in sets.some_of(limit, limit)])
     if classes or name in sets.CLASSES:
-        found = sets.classes(name, part, limit)
+        found = sets.classes(name, part, limit, parted=parted)
         return Shown(found.pictures, found.labels, found.names, size)
     return Shown(sets.album(name, limit, None if Path(name).is_dir() else side).pictures, size=size)
 
@@ -219,12 +221,13 @@ def ratio(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> Estimate:
-    """Σ amounts / Σ over, with `once` added to the first, and the percentiles of that over units drawn anew."""
+    """Σ amounts / Σ over, with `once` added to the first, and the percentiles of that over units drawn anew. A few
+    units tell too little of others for an interval to have ends."""
     above, below = (torch.tensor(list(values), dtype=torch.float64) for values in (amounts, over))
     if len(above) != len(below) or not len(below) or not bool(below.sum() > 0):
         raise DataError(f"{name}: {len(above)} amounts over {len(below)}", "give at least one of each")
     value = (above.sum().item() + once) / below.sum().item()
-    if len(above) == 1 or not rounds:
+    if len(above) < FEW or not rounds:
         return Estimate(name, value, (-math.inf, math.inf), of)
     chance = torch.Generator().manual_seed(seed)
     again = []

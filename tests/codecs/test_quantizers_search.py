@@ -96,7 +96,8 @@ print("agreed")
 """
 
 
-@pytest.mark.parametrize("cases", ["few", pytest.param("many", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["few", "many"])
 def test_kernels_agree_with_float64(cases):
     pytest.importorskip("triton")
     source = str(Path(__file__).parents[2] / "src")

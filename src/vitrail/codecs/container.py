@@ -290,5 +290,5 @@ def read_lead(file: BinaryIO, path: Path) -> tuple[Header, int]:
         raise altered
     try:
         return Header.read(msgspec.json.decode(data)), LEAD.size + length + CHECK.size
-    except (msgspec.DecodeError, ConfigError):
+    except (msgspec.DecodeError, ConfigError, RecursionError):
         raise altered from None

@@ -71,9 +71,10 @@ class Fit(Config):
 def _cover(image: Image.Image, H: int, W: int) -> Image.Image:
     """The largest part in the middle that has the shape of H × W, resized to it."""
     scale = min(image.height / H, image.width / W)
-    h, w = H * scale, W * scale
+    h, w = min(H * scale, image.height), min(W * scale, image.width)  # a rounded product may lie beyond the edge
     left, top = (image.width - w) / 2, (image.height - h) / 2
-    return image.resize((W, H), Image.Resampling.BICUBIC, (left, top, left + w, top + h))
+    box = (left, top, min(left + w, image.width), min(top + h, image.height))
+    return image.resize((W, H), Image.Resampling.BICUBIC, box)
 
 
 def _pixels(image: Image.Image) -> Tensor:
@@ -98,7 +99,7 @@ def find_pictures(inputs: Sequence[str | Path]) -> list[Picture]:
     found: list[Picture] = []
     for given in map(str, inputs):
         path, prefix = Path(given), f"{Path(given).resolve().name}/" if len(inputs) > 1 else ""
-        if not path.exists() and not set(given) & set("*?[{"):
+        if not _exists(path) and not set(given) & set("*?[{"):
             raise DataError(f"{given} does not exist", "give pictures, folders of them, or shards")
         if path.is_file() and path.suffix != ".tar":
             found.append(Picture(_said(path.name), partial(Path, path)))
@@ -116,6 +117,13 @@ def find_pictures(inputs: Sequence[str | Path]) -> list[Picture]:
     if not found:
         raise DataError("no pictures are named", "give files, folders or shards")
     return found
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def _said(path: str) -> str:
@@ -141,7 +149,7 @@ def _of_shard(path: Path) -> Iterator[Picture]:
         member, reason = index.faults[0]
         raise DataError(f"{path}: {member} {reason}", "mend the shard, or leave it out: it would not be whole")
     for i in range(len(index)):
-        yield Picture(f"{path.stem}/{index.key(i)}", partial(_member, path, index, i))
+        yield Picture(_said(f"{path.stem}/{index.key(i)}"), partial(_member, path, index, i))
 
 
 def _member(path: Path, index: Index, sample: int) -> bytes:

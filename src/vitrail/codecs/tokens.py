@@ -82,6 +82,10 @@ def tokenize(
     header, out, names = header_of(codec, fit, name), Path(out), [picture.name for picture in pictures]
     if batch < 1:
         raise ConfigError(f"batches of {batch} pictures", "give at least 1")
+    try:
+        places_for(names)  # or the file could not be unpacked again
+    except DataError as error:
+        raise DataError(error.problem, "rename the picture, or tokenize it apart") from None
     if out.exists():
         return _finished(out, header, names)
     # Whole batches are kept, so that a picture always meets the same others: products may round by who is beside.
@@ -106,7 +110,7 @@ def tokenize(
 def _finished(out: Path, header: Header, names: list[str]) -> TokenFile:
     file = TokenFile(out, model=header.model)
     left = set(file.names) | set(file.faults)
-    if file.header != header or left != set(names):
+    if file.header.with_(name=header.name) != header or left != set(names):
         raise DataError(
             f"{out} exists already, and holds other pictures or settings", "remove it, or give another path"
         )
@@ -167,6 +171,8 @@ def detokenize(
     progress: Callable[[int], Any] = lambda count: None,
 ) -> list[Path]:
     """Write the pictures of a file as PNGs below a folder, after the whole of it was compared with its digest."""
+    if batch < 1:
+        raise ConfigError(f"batches of {batch} pictures", "give at least 1")
     if file.header.model != identity(codec):
         raise DataError(f"{file.path} was made by another codec: {file.header.name}", "give the codec that made it")
     file.check()

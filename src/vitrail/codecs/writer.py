@@ -65,7 +65,7 @@ class TokenWriter:
     def add(self, name: str, ids: Tensor, size: Size, source: Size | None = None) -> None:
         """ids int64 (h, w) or (h, w, G), as the header says."""
         ids = ids.detach().cpu()
-        self._check(name, ids)
+        self._check(name, ids, size)
         packed = b"".join(
             pack(part, bits) for part, bits in zip(groups(ids, self.header), self.header.bits, strict=True)
         )
@@ -103,17 +103,27 @@ class TokenWriter:
 
     # ---- records ------------------------------------------------------------------------------------------------
 
-    def _check(self, name: str, ids: Tensor) -> None:
+    def _check(self, name: str, ids: Tensor, size: Size) -> None:
         sizes = self.header.sizes
         shaped = ids.ndim == 3 and ids.shape[-1] == len(sizes) if self.header.groups else ids.ndim == 2
         if ids.dtype != torch.int64 or not shaped or not ids.numel():
             wanted = f"(h, w, {len(sizes)})" if self.header.groups else "(h, w)"
             raise DataError(f"{name}: ids are {ids.dtype} {tuple(ids.shape)}", f"give int64 {wanted}")
-        for part, size in zip(groups(ids, self.header), sizes, strict=True):
-            if part.min() < 0 or part.max() > size - 1:
-                raise DataError(f"{name}: ids of {part.min()} … {part.max()}", f"they lie within 0 … {size - 1}")
+        for part, count in zip(groups(ids, self.header), sizes, strict=True):
+            if part.min() < 0 or part.max() > count - 1:
+                raise DataError(f"{name}: ids of {part.min()} … {part.max()}", f"they lie within 0 … {count - 1}")
+        most = [n * self.header.factor for n in ids.shape[:2]]
+        if not all(0 < side <= room for side, room in zip(size, most, strict=True)):
+            raise DataError(
+                f"{name}: a picture of {size[0]} × {size[1]} is not what {ids.shape[0]} × {ids.shape[1]} codes show",
+                f"its sides are at least 1, and at most {most[0]} × {most[1]}",
+            )
 
     def _write(self, body: Body) -> None:
+        try:
+            body.name.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"the name {body.name!r} is no text", "rename the picture") from None
         if body.name in self._known:
             raise DataError(f"two pictures are called {body.name!r}", "give each its own name")
         start, data = self.file.tell(), msgspec.msgpack.encode(body)
@@ -164,7 +174,7 @@ class TokenWriter:
             self._put(lead)
 
     def _same(self, found: Header) -> None:
-        for field in found.__struct_fields__:
+        for field in (field for field in found.__struct_fields__ if field != "name"):  # a codec may have moved
             before, now = getattr(found, field), getattr(self.header, field)
             if before != now:
                 raise DataError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail import __version__
+from vitrail.codecs.quantizers import FSQ, Quantizer
 from vitrail.config import Config
 from vitrail.errors import CheckpointError
 from vitrail.hub import pictures
@@ -154,6 +155,7 @@ def _fill(
 ) -> nn.Module:
     """Give a model made on the meta device its weights, each checked by name and shape."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    exact = _exact(model)
     state = {}
     for name, tensor in tensors:
         if name not in wanted:
@@ -163,13 +165,19 @@ def _fill(
                 f"tensor {name!r} of {source} has shape {tuple(tensor.shape)}, the model's is {wanted[name]}",
                 "does its config belong to these weights?",
             )
-        kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+        kept = tensor.dtype if dtype is None or not tensor.is_floating_point() or name in exact else dtype
         state[name] = tensor.to(device, kept)
     missing = [name for name in wanted if name not in state]
     if missing:
         raise CheckpointError(f"{source} lacks tensor {missing[0]!r} and {len(missing) - 1} more")
     model.load_state_dict(state, assign=True)
     for module in model.modules():
-        if isinstance(module, Rotary):
+        if isinstance(module, Rotary | FSQ):  # tables that follow from the config
             module.fill(torch.device(device))
     return model.eval()
+
+
+def _exact(model: nn.Module) -> set[str]:
+    """Tensors that keep their type: codebooks and running means, by which ids are made."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Quantizer)]
+    return {f"{name}.{own}".lstrip(".") for name, module in found for own, _ in module.named_buffers(recurse=False)}

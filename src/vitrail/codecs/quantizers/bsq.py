@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.codecs.quantizers import bits
 from vitrail.codecs.quantizers.base import Quantized, Quantizer, mean_square, wide
-from vitrail.codecs.quantizers.gradients import straight_through
+from vitrail.codecs.quantizers.gradients import SMALL, straight_through
 from vitrail.config import Config
 
 
@@ -50,8 +50,8 @@ class BSQ(Quantizer[BSQConfig]):
         self.check(x)
         c = self.config
         with torch.autocast(x.device.type, enabled=False):
-            z = F.normalize(wide(x), dim=-1)
-            signs = z > 0
+            signs = wide(x) > 0  # a norm may overflow
+            z = F.normalize(wide(x), dim=-1, eps=SMALL)
             hard = self._codes(signs, z.dtype)
             logits = 4 * c.sharpness * self.dim**-0.5 * z.reshape(-1, self.dim)
             losses = {

@@ -73,6 +73,6 @@ class KL(Unquantized[KLConfig]):
         self.check(x)
         mean, log = wide(x).chunk(2, -1)
         log = log.clamp(*LOGS)
-        kl = (mean.square() + log.exp() - 1 - log).sum(-1).mean() / 2
+        kl = (mean.square() + log.exp() - 1 - log).sum() / (2 * max(mean[..., 0].numel(), 1))
         codes = mean + (log / 2).exp() * torch.randn_like(mean) if self.training else mean
         return Quantized(codes.to(x.dtype), None, {"kl": kl})

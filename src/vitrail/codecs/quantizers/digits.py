@@ -53,6 +53,7 @@ def split(ids: Tensor, radices: tuple[int, ...], low_first: bool) -> Tensor:
     """(…) → (…, D)"""
     if len(radices) == 1:
         return ids.long().unsqueeze(-1)  # a radix of 2⁶³ is no int64
+    ids = ids.long()
     parts = [ids // place % radix for place, radix in zip(places(radices, low_first), radices, strict=True)]
     return torch.stack(parts, -1).long()
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vitrail.codecs.quantizers import digits
 from vitrail.codecs.quantizers.base import Quantized, Quantizer, wide
 from vitrail.config import Config
+from vitrail.errors import ConfigError
 
 SLACK = 1e-3  # the outermost levels are reached by finite numbers
 
@@ -21,6 +23,8 @@ class FSQConfig(Config, tag="fsq", tag_field="kind"):
 
     def __post_init__(self) -> None:
         digits.check(self.levels, "levels")
+        if max(self.levels) > digits.EXACT:
+            raise ConfigError(f"{max(self.levels)} levels are more than float32 tells apart", "use more dimensions")
 
 
 class FSQ(Quantizer[FSQConfig]):
@@ -38,11 +42,15 @@ class FSQ(Quantizer[FSQConfig]):
         self.radices = self.config.levels
         self.dim = self.width = len(self.radices)
         self.sizes = (math.prod(self.radices),)
-        levels = torch.tensor(self.radices, dtype=torch.float64)
+        self.fill()
+
+    def fill(self, device: torch.device | None = None) -> None:
+        """Make the tables, once: made in every pass, each would be a copy to the device."""
+        levels = torch.tensor(self.radices, dtype=torch.float64, device=device)
         offset = (levels % 2 == 0) * 0.5
         reach = (levels - 1) * (1 + SLACK) / 2
         tables = {"middle": levels // 2, "reach": reach, "offset": offset, "start": torch.atanh(offset / reach)}
-        for name, table in tables.items():  # made once: a table made in every pass is a copy to the device each
+        for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Quantized:
@@ -77,6 +85,7 @@ class _Rounded(torch.autograd.Function):
         return codes, level
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         bound, scale = ctx.saved_tensors
         return gradient * (1 - bound.square()) * scale, None, None, None, None, None

@@ -54,7 +54,7 @@ class ResidualVQ(Quantizer[ResidualVQConfig]):
         self.check_ids(ids)
         codes = torch.zeros((), device=ids.device)
         for layer, own in zip(self.layers, ids.unbind(-1), strict=True):
-            codes = codes + layer.lookup(own)
+            codes = codes + wide(layer.lookup(own))
         return codes
 
 

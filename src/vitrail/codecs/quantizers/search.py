@@ -51,9 +51,17 @@ def _kernels() -> ModuleType | None:
 
 def exhaustive(x: Tensor, table: Tensor, product: bool = False) -> Tensor:
     """All distances at once, in float64: what the others must equal."""
-    table = table.double()
-    scores = x.double() @ table.T
+    scores = _dots(x.double().T[:, :, None], table.double().T[:, None, :])
     return (scores if product else scores - _half(table)).argmax(1)
+
+
+def _dots(x: Tensor, y: Tensor) -> Tensor:
+    """Σ over the first axis of x · y, one term after the other: equal codes have equal scores wherever they stand, and
+    whoever is beside them, which a matrix product does not promise."""
+    total = x[0] * y[0]
+    for a, b in zip(x[1:], y[1:], strict=True):
+        total = total + a * b
+    return total
 
 
 def tiled(x: Tensor, table: Tensor, product: bool = False) -> Tensor:
@@ -65,7 +73,7 @@ def tiled(x: Tensor, table: Tensor, product: bool = False) -> Tensor:
     half = torch.zeros(K, dtype=torch.float64, device=x.device) if product else _half(table)
     # On a CPU the fast pass is in float32; other devices may round products to less, unless they are in float64.
     kind = torch.float32 if x.device.type == "cpu" else torch.float64
-    fast, bias = table.to(kind), -half.to(kind)
+    fast, bias, exact = table.to(kind), -half.to(kind), table.double().T.contiguous()
     longest, tallest = fast.norm(dim=1).max(), half.max()
     spare = -K % LINE  # a last line that is short is filled with its last code
     lines = torch.arange(K + spare, device=x.device).clamp_max(K - 1).view(-1, LINE)
@@ -73,19 +81,22 @@ def tiled(x: Tensor, table: Tensor, product: bool = False) -> Tensor:
         rows = x[i : i + CHUNK]
         best = _lines(rows.to(kind), fast, bias)  # (lines, n)
         # Rounding of D products and sums, and of the bias: some way above what they can come to.
-        reach = (x.shape[1] + 4) * torch.finfo(kind).eps * (rows.to(kind).norm(dim=1) * longest + tallest)
+        rounding = torch.finfo(kind).eps * (rows.to(kind).norm(dim=1) * longest + tallest) + torch.finfo(kind).tiny
+        reach = (x.shape[1] + 4) * rounding
         top, line = best.max(0)
         among = lines[line]  # (n, L)
-        scores = (table[among].double() @ rows.double().unsqueeze(2)).squeeze(2) - half[among]
+        scores = _dots(rows.double().T[:, :, None], exact[:, among]) - half[among]
         ids[i : i + CHUNK] = among.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
-        unsure = ((best >= top - 2 * reach.to(kind)).sum(0) > 1).nonzero().squeeze(1)  # several lines may hold it
+        several = (best >= top - 2 * reach.to(kind)).sum(0) > 1  # lines may hold it
+        unsure = (several | ~top.isfinite() | ~reach.isfinite()).nonzero().squeeze(1)
         for some in unsure.split(256):
             ids[i + some] = exhaustive(rows[some], table, product)
     return ids
 
 
 def _half(table: Tensor) -> Tensor:
-    return table.double().square().sum(1) / 2
+    columns = table.double().T
+    return _dots(columns, columns) / 2
 
 
 def _lines(x: Tensor, table: Tensor, bias: Tensor) -> Tensor:

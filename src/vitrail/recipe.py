@@ -15,6 +15,7 @@ from torch import nn
 
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder
+from vitrail.codecs.codec import Codec
 from vitrail.config import Config
 from vitrail.data.captions import captions
 from vitrail.data.named import NamedConfig, NamedSource
@@ -24,15 +25,19 @@ from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
 from vitrail.hub.families import MODELS
+from vitrail.hub.lpips import load_lpips
 from vitrail.models.clip import Contrastive
 from vitrail.models.detector import Detector
 from vitrail.models.dino import Dino
 from vitrail.models.masked import Masked
+from vitrail.models.qlip import QLIP, TaughtCodec
 from vitrail.processing.text import Tokenizer
+from vitrail.tasks.codec import CodecSettings, CodecTask
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
 from vitrail.tasks.dino import DinoSettings, DinoTask
 from vitrail.tasks.mim import MimSettings, MimTask
+from vitrail.tasks.qlip import QlipSettings, QlipTask
 from vitrail.tasks.text import TextTask
 from vitrail.train import distributed
 from vitrail.train.lora import LoRAConfig, add_lora, merge
@@ -52,7 +57,7 @@ class TaskKind(NamedTuple):
     """How a stage's task is made: of the model, the sources its samples come from, the tokenizer, and settings."""
 
     make: Callable[[Any, Sources, Tokenizer | None, Any], Task]
-    model: type[nn.Module]
+    model: type[nn.Module] | tuple[type[nn.Module], ...]
     sources: tuple[type[Config], ...]
     settings: type[Config] = Config
     captions: bool = False  # its pictures come with words, which a tokenizer can be trained on
@@ -63,6 +68,19 @@ TASKS: dict[str, TaskKind] = {
     "detect": TaskKind(lambda m, sources, words, settings: DetectTask(m, sources), Detector, (ScenesConfig,)),
     "contrast": TaskKind(ContrastTask, Contrastive, PICTURES, ContrastSettings, captions=True),
     "mim": TaskKind(lambda m, sources, words, settings: MimTask(m, sources, settings), Masked, PICTURES, MimSettings),
+    "codec": TaskKind(
+        lambda m, sources, words, settings: CodecTask(m, sources, settings, load_lpips),
+        (Codec, TaughtCodec),
+        PICTURES,
+        CodecSettings,
+    ),
+    "qlip": TaskKind(
+        lambda m, sources, words, settings: QlipTask(m, sources, words, settings, load_lpips),
+        QLIP,
+        PICTURES,
+        QlipSettings,
+        captions=True,
+    ),
     "dino": TaskKind(lambda m, sources, words, settings: DinoTask(m, sources, settings), Dino, PICTURES, DinoSettings),
 }
 
@@ -174,8 +192,9 @@ class Recipe(Config):
         for stage in self.stages:
             wanted = TASKS[stage.task].model
             if not isinstance(model, wanted):
+                kinds = " or a ".join(kind.__name__ for kind in (wanted if isinstance(wanted, tuple) else (wanted,)))
                 raise ConfigError(
-                    f"stage {stage.name!r}: the task {stage.task!r} trains a {wanted.__name__}, and the model is a "
+                    f"stage {stage.name!r}: the task {stage.task!r} trains a {kinds}, and the model is a "
                     f"{type(model).__name__}",
                     "change the task, or model.kind",
                 )
@@ -339,7 +358,7 @@ def _tokenizer(recipe: Recipe, out: Path, shown: Sources) -> Tokenizer | None:
 
 def _keep(model: nn.Module, folder: Path, words: Tokenizer | None) -> None:
     try:
-        hub.save(model, folder, words)
+        hub.save(getattr(model, "product", model), folder, words)  # without what only training needs
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the end's weights could not be written to {folder}: {error}",

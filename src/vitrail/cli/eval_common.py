@@ -73,6 +73,7 @@ def open_embedder(name: str, common: Common) -> "Embedder":
     from vitrail.processing.preprocessing import Preprocessing
 
     model = _loaded(name, common)
+    model = getattr(model, "contrastive", model)  # QLIP's
     if not isinstance(model, Contrastive):
         raise CheckpointError(
             f"{name} is a {type(model).__name__}, not a contrastive model", "give a CLIP or SigLIP, or train one"

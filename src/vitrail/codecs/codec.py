@@ -120,6 +120,11 @@ class Codec(nn.Module):
         return self.bits / self.factor**2
 
     @property
+    def tower(self) -> ViT | None:
+        """The encoder, where it is a tower that can be probed like any other: one that reads −1 … 1 as it comes."""
+        return self.encoder if isinstance(self.encoder, ViT) and self.config.halved else None
+
+    @property
     def device(self) -> torch.device:
         return next(self.encoder.parameters()).device
 

@@ -131,7 +131,7 @@ class NamedSource:
     def fingerprint(self) -> str:
         """Changes with the pictures there are, their pixels and what is known of them."""
         made = hashlib.blake2b(msgspec.json.encode(self.abouts), digest_size=8)
-        made.update(self._on(torch.device("cpu")).pixels.numpy())
+        made.update(self._on(torch.device("cpu")).pixels.numpy().data)
         return made.hexdigest()
 
     @property

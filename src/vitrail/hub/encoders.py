@@ -413,8 +413,8 @@ def _contrastive_moves(config: ContrastiveConfig) -> list[Move]:
         moves += layer("image_projection", "visual_projection", bias=False)
         moves += layer("text_projection", "text_projection", bias=False)
     if config.bias is None:
-        return [*moves, rename("log_scale", "logit_scale")]
-    return [*moves, view("log_scale", "logit_scale", (), (1,)), view("bias", "logit_bias", (), (1,))]
+        return [*moves, view("log_scale", "logit_scale", (1,), ())]
+    return [*moves, rename("log_scale", "logit_scale"), rename("bias", "logit_bias")]
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------

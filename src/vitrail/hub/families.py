@@ -7,20 +7,25 @@ from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
-from vitrail.hub.qlip import QLIP
+from vitrail.hub.qlip import QLIP as QLIP_FAMILY
 from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
 from vitrail.models.masked import Masked, MaskedConfig
+from vitrail.models.qlip import QLIP, QLIPConfig, TaughtCodec, TaughtCodecConfig
 
 MODELS: dict[str, tuple[type, type]] = {
     "codec": (CodecConfig, Codec),
     "decoder": (DecoderConfig, Decoder),
     "detector": (DetectorConfig, Detector),
     "masked": (MaskedConfig, Masked),
+    "qlip": (QLIPConfig, QLIP),
+    "taught-codec": (TaughtCodecConfig, TaughtCodec),
     "dino": (DinoConfig, Dino),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*DECODERS, *ENCODERS, EVA02, AUTOENCODER_KL, QLIP)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (*DECODERS, *ENCODERS, EVA02, AUTOENCODER_KL, QLIP_FAMILY)
+}
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

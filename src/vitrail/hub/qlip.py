@@ -264,7 +264,7 @@ def _towers_moves(config: ContrastiveConfig) -> list[Move]:
         *under("image.", "", _vision_moves(_vit(config))),
         *under("text.", "text_model.", _text_moves(config.text.with_(head=0))),
         _unbiased("text.head", "text_projection"),
-        rename("log_scale", "logit_scale"),
+        view("log_scale", "logit_scale", (1,), ()),
     ]
 
 

@@ -56,8 +56,9 @@ class Contrastive(nn.Module):
         E = config.embed
         self.image_projection = nn.Linear(config.image.pooled, E, bias=False) if E else nn.Identity()
         self.text_projection = nn.Linear(config.text.pooled, E, bias=False) if E else nn.Identity()
-        self.log_scale = nn.Parameter(torch.tensor(float(config.log_scale)))
-        self.bias = None if config.bias is None else nn.Parameter(torch.tensor(float(config.bias)))
+        # Of one element, and not of none: ranks cannot share what has no axis.
+        self.log_scale = nn.Parameter(torch.tensor([float(config.log_scale)]))
+        self.bias = None if config.bias is None else nn.Parameter(torch.tensor([float(config.bias)]))
 
     @property
     def scale(self) -> Tensor:

@@ -20,6 +20,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.evals.contrastive import to_ids
 from vitrail.hub.configs import read_config, resolve
 from vitrail.models.clip import Contrastive, ContrastiveConfig
+from vitrail.models.qlip import QLIPConfig
 from vitrail.processing.preprocessing import Preprocessing
 from vitrail.processing.text import Tokenizer
 
@@ -64,7 +65,7 @@ def open_eye(model: str, *, device: str | None = None) -> ContrastiveEye:
     """The eye of a CLIP or SigLIP in a folder, or by its hub id."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     path, config = resolve(model), read_config(model)
-    if not isinstance(config, ContrastiveConfig):
+    if not isinstance(config, ContrastiveConfig | QLIPConfig):
         kind = type(config).__name__.removesuffix("Config")
         raise CheckpointError(f"{model} is a {kind} and does not compare pictures", "give a CLIP or a SigLIP")
     preprocessing = Preprocessing.read(path, config.image)
@@ -73,7 +74,7 @@ def open_eye(model: str, *, device: str | None = None) -> ContrastiveEye:
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"device {device!r} cannot be used: {first}", "try --device cpu") from None
-    return ContrastiveEye(loaded, preprocessing, lambda: hub.tokenizer(path))
+    return ContrastiveEye(getattr(loaded, "contrastive", loaded), preprocessing, lambda: hub.tokenizer(path))
 
 
 def _key(model: Contrastive, preprocessing: Preprocessing) -> str:

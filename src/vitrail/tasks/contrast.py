@@ -48,7 +48,7 @@ class ContrastSettings(Config):
             raise ConfigError(f"a weight of {self.texts}", "give 0 or more")
 
 
-class _Made(NamedTuple):
+class Made(NamedTuple):
     """A batch on the device: pictures, ids (B, L) of their captions, and which belong together."""
 
     pixels: Tensor  # (B, 3, S, S)
@@ -110,8 +110,12 @@ class ContrastTask:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         made = self._made(batch)
+        return self.compared(made, self.model.encode_image(made.pixels).float())
+
+    def compared(self, made: Made, u: Tensor) -> dict[str, Tensor]:
+        """The losses of embeddings of the pictures (B, E), as sums over them."""
         texts = [part for part in (made.true, made.false, made.again) if part is not None]
-        u, v = self.model.encode_image(made.pixels).float(), self.model.encode_text(torch.cat(texts)).float()
+        v = self.model.encode_text(torch.cat(texts)).float()
         second = v[-len(u) :] if made.again is not None else None
         v = v if second is None else v[: -len(u)]  # true captions, and behind them false ones
         columns = made.labels if made.wrong is None else torch.cat([made.labels, made.wrong])
@@ -147,9 +151,9 @@ class ContrastTask:
 
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()
-    def _made(self, batch: Batch) -> _Made:
+    def _made(self, batch: Batch) -> Made:
         vary, side = self.model.training, self.model.config.image.image
-        found: dict[str, list[Tensor]] = {field: [] for field in _Made._fields}
+        found: dict[str, list[Tensor]] = {field: [] for field in Made._fields}
         for name, index in batch.items():
             told = self.captions[name]
             pair = told.pair(index, vary=vary, swapped=self.settings.swapped)
@@ -162,7 +166,7 @@ class ContrastTask:
             if pair.false is not None:
                 found["false"].append(self._ids(name, pair.false))
                 found["wrong"].append(torch.where(pair.false.any(1), _mark(found["false"][-1]), -1))
-        return _Made(**{field: torch.cat(parts) if parts else None for field, parts in found.items()})  # type: ignore
+        return Made(**{field: torch.cat(parts) if parts else None for field, parts in found.items()})  # type: ignore
 
     def _ids(self, name: str, rows: Tensor) -> Tensor:
         """(B, P) pieces → (B, L), written as `evals.contrastive.to_ids` writes the same text"""

@@ -36,6 +36,7 @@ CODED, FILED, ENTROPY = "bits a pixel", "bits a pixel in files", "bits a pixel a
 POOLED = "PSNR of the mean error"
 ENCODED, DECODED = "pictures a second, encoding", "pictures a second, decoding"
 FEW = 5  # files or batches
+DRAWN = 64  # scenes at once
 SEED = 7171  # of scenes: not one that models are trained on
 
 
@@ -86,16 +87,32 @@ def shown(
         if limit is None:
             raise ConfigError(f"scenes ({name}) never end", "say how many: --limit")
         config = ScenesConfig(atlas=atlas, preset=name, side=side or ScenesConfig(atlas=atlas).side, seed=seed)
-        source = SceneSource(config, open_atlas(atlas))
-        return Shown([partial(_scene, source, row) for row in sets.some_of(limit, limit)])
+        if limit < 1:
+            raise ConfigError(f"a limit of {limit}", "give at least 1")
+        return Shown(_Scenes(SceneSource(config, open_atlas(atlas)), limit))
     if classes or name in sets.CLASSES:
         found = sets.classes(name, part, limit, parted=parted)
         return Shown(found.pictures, found.labels, found.names, size)
     return Shown(sets.album(name, limit, None if Path(name).is_dir() else side).pictures, size=size)
 
 
-def _scene(source: SceneSource, number: int) -> np.ndarray:
-    return source.draw(torch.tensor([number])).pixels[0].permute(1, 2, 0).contiguous().numpy()
+class _Scenes(Sequence[np.ndarray]):
+    """Scenes as pictures, drawn some at a time, which takes hardly longer than one."""
+
+    def __init__(self, source: SceneSource, count: int):
+        self._source, self._count, self._start, self._held = source, count, -1, np.empty(0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> np.ndarray:  # type: ignore[override]
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        start = number // DRAWN * DRAWN
+        if start != self._start:
+            index = torch.arange(start, min(start + DRAWN, self._count))
+            self._start, self._held = start, self._source.draw(index).pixels.permute(0, 2, 3, 1).contiguous().numpy()
+        return self._held[number - start]
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------

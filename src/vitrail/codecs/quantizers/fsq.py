@@ -75,7 +75,7 @@ class _Rounded(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, start: Tensor, reach: Tensor, offset: Tensor, middle: Tensor, clamp: bool
     ) -> tuple[Tensor, Tensor]:
-        bound = torch.tanh(x + start)
+        bound = (x + start).tanh_()
         level = torch.addcmul(-offset, bound, reach).round_()
         if clamp:  # the slack alone would add a level
             level = level.clamp(-middle, middle - 2 * offset)
@@ -88,4 +88,4 @@ class _Rounded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore
         bound, scale = ctx.saved_tensors
-        return gradient * (1 - bound.square()) * scale, None, None, None, None, None
+        return torch.ops.aten.tanh_backward(gradient, bound).mul_(scale), None, None, None, None, None

@@ -29,6 +29,8 @@ def quick(monkeypatch):
         done.append((chosen.stages[0].batch, chosen.seed))
         (out / "final").mkdir(parents=True, exist_ok=True)
         (out / chosen.stages[0].name / "checkpoints").mkdir(parents=True, exist_ok=True)
+        judged = [{"step": 1, "judge/x/loss": 9.0}, {"step": chosen.stages[0].steps, "judge/x/loss": 5.0, "loss": 3.0}]
+        (out / chosen.stages[0].name / "log.jsonl").write_text("\n".join(map(json.dumps, judged)) + "\n")
 
     def test(model, words, file):
         assert words == ("suite", "--word") and model.name == "final"
@@ -54,6 +56,13 @@ def test_every_variant_is_run_from_every_seed_and_none_twice(quick, tmp_path):
     assert len(done) == 5  # another recipe is another run
 
 
+def test_changes_may_be_text_numbers_and_tables(tmp_path):
+    changes = {"says": "1", "stages.0.optim": {"lr": 0.5}, "stages.0.train": ["*"]}
+    chosen = sweep.Sweep.read({**SMALL, "variants": [{"name": "a", "changes": changes}]})
+    found = chosen.read_recipe(chosen.variants[0], 3)
+    assert (found.says, found.stages[0].optim.lr, found.seed) == ("1", 0.5, 3)
+
+
 def test_shares_are_whole_and_do_not_overlap(tmp_path):
     chosen = sweep.Sweep.read({**SMALL, "seeds": [0, 1, 2]})
     every = sweep.runs(chosen, tmp_path)
@@ -66,7 +75,8 @@ def test_the_table_has_means_and_students_intervals(quick, tmp_path):
     chosen = sweep.Sweep.read({**SMALL, "seeds": [1, 2, 6]})
     for run in sweep.runs(chosen, tmp_path):
         sweep.do(chosen, run, test)
-    first, second = sweep.table(chosen, tmp_path)
+    first, judged, second, _ = sweep.table(chosen, tmp_path)
+    assert (judged.test, judged.score, judged.mean) == ("learn", "judge/x/loss", 5.0)
     assert (first.variant, second.variant, first.score) == ("one", "Two!", "share, width 8")
     assert first.values == {1: 0.1, 2: 0.2, 6: 0.6} and first.mean == pytest.approx(0.3)
     half = 4.303 * math.sqrt((0.04 + 0.01 + 0.09) / 2) / math.sqrt(3)
@@ -84,7 +94,7 @@ def test_the_command_shows_and_keeps_the_table(quick, tmp_path, capsys, monkeypa
     )
     command(str(file), out=tmp_path / "out")
     assert "0.2000 [" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "out" / "table.json").read_text())
+    row, _ = json.loads((tmp_path / "out" / "table.json").read_text())
     assert row["mean"] == pytest.approx(0.2) and row["values"] == {"1": 0.1, "3": 0.3}
 
 

@@ -1,5 +1,6 @@
 """A recipe: a TOML of parts and stages, read, checked as a whole, and only then built."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -215,8 +216,8 @@ def names() -> list[str]:
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 
-def read(name_or_path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """A recipe by name or file, with `key=value` changes laid over it."""
+def read(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe by name or file, with changes laid over it: dotted keys, and values as they are or, in text, as TOML."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = folder() / f"{name_or_path}.toml"
@@ -231,12 +232,11 @@ def read(name_or_path: str | Path, overrides: Mapping[str, str] | None = None) -
     return Recipe.read(data)
 
 
-def _lay(data: dict[str, Any], key: str, text: str) -> None:
-    """Set one value by its dotted path; a number counts into a list. The value is TOML, or a string as it stands."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+def _lay(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value by its dotted path; a number counts into a list. A text is TOML, or a string as it stands."""
+    if isinstance(value, str):
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {value}")["value"]
     *way, last = key.split(".")
     node: Any = data
     for part in way:

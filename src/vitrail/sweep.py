@@ -56,7 +56,8 @@ class Sweep(Config):
 
     def read_recipe(self, variant: Variant, seed: int) -> recipes.Recipe:
         changes = {**self.changes, **variant.changes, "seed": seed}
-        return recipes.read(self.recipe, {key: json.dumps(value) for key, value in changes.items()})
+        quoted = {key: json.dumps(value) if isinstance(value, str) else value for key, value in changes.items()}
+        return recipes.read(self.recipe, quoted)
 
 
 class Run(NamedTuple):
@@ -118,7 +119,7 @@ def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None
 
 
 class Row(NamedTuple):
-    """A score of one variant over its seeds."""
+    """A score of one variant over its seeds; `test` is what gave it, or the stage that was judged."""
 
     variant: str
     test: str
@@ -149,6 +150,9 @@ def table(sweep: Sweep, out: Path) -> list[Row]:
         for test in sweep.tests:
             for score, value in _scores(run.folder / "tests" / f"{_slug(test)}.json"):
                 rows.setdefault((run.variant.name, test, score), {})[run.seed] = value
+        for stage in sweep.read_recipe(run.variant, run.seed).stages:
+            for score, value in _judged(run.folder / stage.name / "log.jsonl", stage.steps):
+                rows.setdefault((run.variant.name, stage.name, score), {})[run.seed] = value
     order = {variant.name: n for n, variant in enumerate(sweep.variants)}
     found = [Row(*key, values) for key, values in rows.items()]
     return sorted(found, key=lambda row: order[row.variant])
@@ -159,6 +163,14 @@ def _scores(file: Path) -> Iterator[tuple[str, float]]:
         for score in json.loads(file.read_text())["scores"]:
             part: Mapping[str, Any] = score.get("part", {})
             yield ", ".join([score["name"].strip(), *(f"{key} {value}" for key, value in part.items())]), score["value"]
+
+
+def _judged(log: Path, steps: int) -> Iterator[tuple[str, float]]:
+    """What a stage was judged by after its last step."""
+    last = log.read_text().splitlines()[-1:] if log.is_file() else []
+    row = json.loads(last[0]) if last else {}
+    if row.get("step") == steps:
+        yield from ((key, value) for key, value in row.items() if key.startswith("judge/"))
 
 
 def _slug(name: str) -> str:

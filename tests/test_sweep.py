@@ -7,7 +7,7 @@ import pytest
 
 from vitrail import recipe, sweep
 from vitrail.cli.sweep import sweep as command
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, TrainError
 
 SMALL = {
     "name": "small",
@@ -20,10 +20,14 @@ SMALL = {
 }
 
 
+asked: list = []
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """Training that leaves a folder, and a test that gives its seed for a score."""
-    done = []
+    done: list = []
+    asked.clear()
 
     def train(chosen, out, *, device=None, quiet=False):
         done.append((chosen.stages[0].batch, chosen.seed))
@@ -32,8 +36,9 @@ def quick(monkeypatch):
         judged = [{"step": 1, "judge/x/loss": 9.0}, {"step": chosen.stages[0].steps, "judge/x/loss": 5.0, "loss": 3.0}]
         (out / chosen.stages[0].name / "log.jsonl").write_text("\n".join(map(json.dumps, judged)) + "\n")
 
-    def test(model, words, file):
-        assert words == ("suite", "--word") and model.name == "final"
+    def test(model, words, file, **_):
+        assert words[0] == "suite" and model.name == "final"
+        asked.append(words)
         file.parent.mkdir(parents=True, exist_ok=True)
         seed = int(model.parent.name.removeprefix("seed-"))
         file.write_text(json.dumps({"scores": [{"name": "  share", "value": seed / 10, "part": {"width": 8}}]}))
@@ -61,6 +66,49 @@ def test_changes_may_be_text_numbers_and_tables(tmp_path):
     chosen = sweep.Sweep.read({**SMALL, "variants": [{"name": "a", "changes": changes}]})
     found = chosen.read_recipe(chosen.variants[0], 3)
     assert (found.says, found.stages[0].optim.lr, found.seed) == ("1", 0.5, 3)
+
+
+def test_another_question_is_asked_anew_and_broken_answers_too(quick, tmp_path):
+    done, test = quick
+    chosen = sweep.Sweep.read(SMALL)
+    run = sweep.runs(chosen, tmp_path)[0]
+    sweep.do(chosen, run, test)
+    other = sweep.Sweep.read({**SMALL, "tests": {"a": ["suite", "--other"]}})
+    sweep.do(other, run, test)
+    (run.folder / "tests" / "a.json").write_text('{"scores": [')
+    assert not [row for row in sweep.table(other, tmp_path) if row.test == "a"]
+    sweep.do(other, run, test)
+    assert asked == [("suite", "--word"), ("suite", "--other"), ("suite", "--other")] and len(done) == 1
+
+
+def test_how_a_run_is_run_does_not_make_it_another(quick, tmp_path):
+    done, test = quick
+    for workers in (0, 2):
+        chosen = sweep.Sweep.read({**SMALL, "changes": {"stages.0.workers": workers}})
+        sweep.do(chosen, sweep.runs(chosen, tmp_path)[0], test)
+    assert len(done) == 1
+
+
+def test_one_bad_run_does_not_hold_up_the_others(quick, tmp_path, monkeypatch, capsys):
+    _, test = quick
+    monkeypatch.setattr("vitrail.cli.sweep._test", test)
+    good = recipe.train
+
+    def train(chosen, out, **more):
+        if chosen.seed == 1:
+            raise TrainError("step 3 is not a number")
+        good(chosen, out, **more)
+
+    monkeypatch.setattr("vitrail.sweep.recipes.train", train)
+    file = tmp_path / "small.toml"
+    lines = ['name = "small"', 'says = "x"', 'recipe = "smoke"', "seeds = [1, 3]", "[tests]", 'a = ["suite"]']
+    file.write_text("\n".join([*lines, "[[variants]]", 'name = "one"', ""]))
+    with pytest.raises(TrainError, match="one, seed 1: step 3"):
+        command(str(file), out=tmp_path / "out")
+    assert "0.3000  0.3000" in capsys.readouterr().out  # of one seed, and so without an interval
+    file.write_text(file.read_text().replace('name = "small"', 'name = "other"'))
+    with pytest.raises(ConfigError, match="small"):
+        command(str(file), out=tmp_path / "out")
 
 
 def test_shares_are_whole_and_do_not_overlap(tmp_path):
@@ -105,6 +153,7 @@ def test_the_command_shows_and_keeps_the_table(quick, tmp_path, capsys, monkeypa
         ({"variants": [{"name": "A b"}, {"name": "a-b"}]}, "twice"),
         ({"seeds": [1, 1]}, "twice"),
         ({"changes": {"seed": 3}}, "seeds"),
+        ({"tests": {"a b": ["x"], "a-b": ["y"]}}, "test twice"),
     ],
 )
 def test_what_cannot_be_is_refused(change, says):
@@ -116,6 +165,10 @@ def test_a_bad_change_is_refused_before_anything_is_run(quick, tmp_path):
     bad = sweep.Sweep.read({**SMALL, "variants": [{"name": "a"}, {"name": "b", "changes": {"stages.0.stepps": 3}}]})
     with pytest.raises(ConfigError, match="stepps"):
         sweep.runs(bad, tmp_path)
+    start = {"model.parts": {"blocks": {"start": "out/not/there"}}}
+    lost = sweep.Sweep.read({**SMALL, "variants": [{"name": "a", "changes": start}]})
+    with pytest.raises(ConfigError, match="not there"):
+        sweep.check_starts(lost, tmp_path)
     with pytest.raises(ConfigError, match="no sweep"):
         sweep.read("nothing")
 

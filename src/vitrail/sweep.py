@@ -23,9 +23,9 @@ from vitrail.errors import ConfigError, nearest
 Test = Callable[[Path, tuple[str, ...], Path], None]
 """Test a model in a folder by the words of a suite, and write the scores into a JSON file."""
 
-# Student's t at 95 %, for n − 1 = 1 … 9 degrees of freedom; beyond, nearly the normal's.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-_MANY = 2.05
+# Student's t at 95 %, for n − 1 = 1 … 15 degrees of freedom; beyond, that of 16, which errs to the wide side.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_MANY = 2.120
 
 
 class Variant(Config):
@@ -49,6 +49,9 @@ class Sweep(Config):
         names = [_slug(variant.name) for variant in self.variants]
         if not names or not self.seeds:
             raise ConfigError(f"sweep {self.name!r} has nothing to run", "give variants and seeds")
+        tests = [_slug(test) for test in self.tests]
+        if len(set(tests)) != len(tests):
+            raise ConfigError(f"sweep {self.name!r} names a test twice", "give each its own name")
         if len(set(names)) != len(names) or len(set(self.seeds)) != len(self.seeds):
             raise ConfigError(f"sweep {self.name!r} names a variant or a seed twice", "give each once")
         if "seed" in self.changes or any("seed" in variant.changes for variant in self.variants):
@@ -99,20 +102,52 @@ def runs(sweep: Sweep, out: Path, share: tuple[int, int] = (0, 1)) -> list[Run]:
     return found[share[0] :: share[1]]
 
 
+def check_starts(sweep: Sweep, out: Path) -> None:
+    """Refuse a sweep of which a variant starts from a folder that is not there, before the first is trained."""
+    for run in runs(sweep, out):
+        for name, part in sweep.read_recipe(run.variant, run.seed).model.parts.items():
+            if part.start.count("/") != 1 and not Path(part.start).exists():  # no id of the hub
+                raise ConfigError(f"{run.name}: {name} starts from {part.start}, which is not there", "train it first")
+
+
 def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None:
     """Train and test one run, or what is left of it."""
     chosen = sweep.read_recipe(run.variant, run.seed)
-    mark, made_of = run.folder / "recipe.json", json.dumps(chosen.plain(), sort_keys=True)
+    mark, made_of = run.folder / "recipe.json", _made_of(chosen)
     if not mark.is_file() or mark.read_text() != made_of:
+        mark.unlink(missing_ok=True)  # from here on it vouches for nothing
         shutil.rmtree(run.folder / "tests", ignore_errors=True)
         recipes.train(chosen, run.folder, device=device, quiet=True)
-        for stage in chosen.stages:
-            shutil.rmtree(run.folder / stage.name / "checkpoints", ignore_errors=True)
-        mark.write_text(made_of)
+        _put(mark, made_of)
+    for stage in chosen.stages:
+        shutil.rmtree(run.folder / stage.name / "checkpoints", ignore_errors=True)
     for name, words in sweep.tests.items():
         file = run.folder / "tests" / f"{_slug(name)}.json"
-        if not file.is_file():
+        if _read(file).get("asked") != list(words):
             test(run.folder / "final", words, file)
+            _put(file, json.dumps({**_read(file), "asked": words}, indent=1, ensure_ascii=False))
+
+
+def _made_of(chosen: recipes.Recipe) -> str:
+    """What decides the weights of a run."""
+    plain = {key: value for key, value in chosen.plain().items() if key not in ("name", "says")}
+    plain["stages"] = [{k: v for k, v in stage.items() if k not in recipes.HOW} for stage in plain["stages"]]
+    return json.dumps(plain, sort_keys=True)
+
+
+def _put(file: Path, text: str) -> None:
+    """Whole, or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The scores of a test; {} where there are none, or only a part of them."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 # ---- the table --------------------------------------------------------------------------------------------------
@@ -159,10 +194,9 @@ def table(sweep: Sweep, out: Path) -> list[Row]:
 
 
 def _scores(file: Path) -> Iterator[tuple[str, float]]:
-    if file.is_file():
-        for score in json.loads(file.read_text())["scores"]:
-            part: Mapping[str, Any] = score.get("part", {})
-            yield ", ".join([score["name"].strip(), *(f"{key} {value}" for key, value in part.items())]), score["value"]
+    for score in _read(file).get("scores", ()):
+        part: Mapping[str, Any] = score.get("part", {})
+        yield ", ".join([score["name"].strip(), *(f"{key} {value}" for key, value in part.items())]), score["value"]
 
 
 def _judged(log: Path, steps: int) -> Iterator[tuple[str, float]]:

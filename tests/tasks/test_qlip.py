@@ -189,16 +189,17 @@ def test_words_and_pictures_are_both_learned(tmp_path):
         assert sum(r[name] for r in rows[-10:]) < most * sum(r[name] for r in rows[:10]), name
 
 
-def test_the_second_stage_holds_the_encoder_and_what_words_say(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_second_stage_holds_the_encoder_and_what_words_say(tmp_path, dtype):
     first = task(critic=CRITIC)
-    model = trainer(first, tmp_path / "align").train()
+    model = trainer(first, tmp_path / "align", dtype=dtype).train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     source = first.captions["named"].source
     settings = CodecSettings(weights="qlip-stage-2", quantizer=QuantizerWeights(commit=0.0))
     second = CodecTask(model, {"named": source}, settings, networks)
     assert second.weights.keys() == {"l2", "perceptual", "gan", "entropy", "critic", "psnr"}
     parts = ("codec.into", "codec.decoder", "critic")
-    after = trainer(second, tmp_path / "sharpen", train=parts).train().state_dict()
+    after = trainer(second, tmp_path / "sharpen", train=parts, dtype=dtype).train().state_dict()
     for name, value in before.items():
         if not name.startswith((*parts, "critic.net.last.bias")):
             assert torch.equal(after[name], value), name

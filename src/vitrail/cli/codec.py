@@ -195,7 +195,7 @@ def compare(
         _write(out, settings | {"reader": reader, "probe": probe}, rows, where)
         print(out)
     if plot is not None:
-        sides = f"{rows[0].pixels // rows[0].pictures:,} pixels each"
+        sides = f"{rows[0].pixels // rows[0].pictures:,} pixels each on average"
         note = f"{rows[0].pictures:,} pictures of {data}, {sides}; whiskers: intervals of 95 %"
         draw_rates(rows, "What codecs keep, and what it costs", note, bits=bits).save(plot)
         print(plot)

@@ -72,6 +72,11 @@ class TaughtCodec(nn.Module):
         self.tell = None if config.teacher is None else nn.Linear(width, config.teacher.block.width)
 
     @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Parts that learn nothing here, and must come from elsewhere."""
+        return () if self.teacher is None else ("teacher",)
+
+    @property
     def product(self) -> nn.Module:
         """What is kept when the training is over."""
         return self.codec

@@ -204,12 +204,13 @@ def _better(measure: str) -> str:
 
 def _short(rows: Sequence[Row]) -> list[str]:
     """Names that are paths without what all of them begin and end with."""
-    parts = [Path(row.name).parts for row in rows]
+    parts = [Path(row.name).parts or (row.name,) for row in rows]
     if len(set(parts)) < 2:
         return [each[-1] for each in parts]
     first = next(n for n, some in enumerate(itertools.zip_longest(*parts)) if len(set(some)) > 1)
     last = next(n for n, some in enumerate(itertools.zip_longest(*(p[::-1] for p in parts))) if len(set(some)) > 1)
-    return ["/".join(each[first : len(each) - last]) or each[-1] for each in parts]
+    short = ["/".join(each[first : len(each) - last]) or each[-1] for each in parts]
+    return short if len(set(short)) == len(set(parts)) else ["/".join(each) for each in parts]
 
 
 def _across(low: float, high: float) -> tuple[float, float]:

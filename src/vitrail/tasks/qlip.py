@@ -19,7 +19,7 @@ from vitrail.tasks.codec import CodecSettings, Networks, QuantizerWeights, Recon
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.train.task import Batch
 
-DRAWN = CodecSettings(weights=Weights(l2=1000.0, quantizer=1.0), quantizer=QuantizerWeights(commit=1.0))
+DRAWN = CodecSettings(weights=Weights(l2=1000.0, quantizer=1.0), quantizer=QuantizerWeights(commit=1.0, entropy=1.0))
 
 
 class QlipSettings(ContrastSettings):

@@ -82,16 +82,23 @@ class Trainer:
         if unknown:
             raise ConfigError(f"stage {stage.name!r} is judged on {unknown[0]!r}, which is no source")
         self.order = Order(stage.mixture, {name: len(s) for name, s in sources.items()}, seed)
-        model = task.model
+        model, alone = task.model, distributed.size() == 1
         model.to(self.device, torch.float32)
         choose_trainable(model, stage.train)
+        self._exact: dict[str, Tensor] = {}  # what is rounded and not stepped, as it came
         if stage.dtype == "bfloat16":
+            before = {name: t.detach().clone() for name, t in model.state_dict().items()} if alone else {}
             model.to(torch.bfloat16)
+            rounded = {name for name, t in model.state_dict().items() if t.dtype == torch.bfloat16}
+            self._exact = {name: t for name, t in before.items() if name in rounded}
         if stage.recompute:
             _recompute(model)
         self.whole = distributed.Whole(task)
         distributed.shard(self.whole, self.device)
         self.optimizer = Optimizer(model, stage.optim)
+        for name, master in self.optimizer.masters().items():
+            if name in self._exact:  # made of the rounded weight
+                master.copy_(self._exact.pop(name))
         self.ema = None if stage.ema is None else EMA(model, stage.ema)
         self.run: Callable[[Batch], dict[str, Tensor]] = torch.compile(self.whole) if stage.compile else self.whole
         # A backward pass goes through every weight, and once more through those that train.
@@ -143,8 +150,8 @@ class Trainer:
 
     @torch.no_grad()
     def _settled(self) -> nn.Module:
-        """The model as the next stage finds it: in float32, exact where it has masters, and without our patches. Many
-        ranks hold shards still, which are put together from outside."""
+        """The model as the next stage finds it: in float32, exact where it has masters or was left alone, and without
+        our patches. Many ranks hold shards still, which are put together from outside."""
         model = self.task.model
         for module in model.modules():
             if isinstance(module, Block):
@@ -155,6 +162,10 @@ class Trainer:
             for name, weight in model.named_parameters():
                 if name in masters:
                     weight.copy_(masters[name])
+            state = model.state_dict()
+            for name, before in self._exact.items():
+                if torch.equal(state[name].to(torch.bfloat16), before.to(torch.bfloat16)):  # a buffer may have moved on
+                    state[name].copy_(before)
         return model
 
     def _one_step(self, batches: Iterator[list[Batch]], rate: float) -> dict[str, float]:
@@ -190,7 +201,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(self.task.model)
         spent = time.perf_counter() - start
-        tokens, flops = sum(counts.values()), self._passes * sum(self.task.flops(batch) for batch in micro)
+        tokens, flops = max(counts.values(), default=0), self._passes * sum(self.task.flops(batch) for batch in micro)
         return {
             "loss": sum(self.task.weights[name] * mean for name, mean in means.items()),
             **{f"loss/{name}": mean for name, mean in means.items()},

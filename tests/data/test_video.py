@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.formats import guess, open_format
@@ -112,10 +112,13 @@ def test_every_frame_is_found_alone_and_together(codec, container):
 
 
 @settings(max_examples=40, deadline=None)
+@example([1.0399976524001169])
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=12))
 def test_the_frame_at_a_time_is_the_last_one_shown_by_then(film, times):
+    place = (np.array(times) + 1e-6) * 25  # a time within a microsecond of a frame's is the frame's
+    assume(np.abs(place - np.round(place)).min() > 1e-7)  # on the very edge rounding decides
     clip = film.at(times)
-    want = np.minimum(np.floor(np.array(times) * 25 + 1e-4), 49)
+    want = np.minimum(np.floor(place), 49)
     assert numbers(clip.frames) == want.tolist()
     assert clip.seconds == pytest.approx(want / 25)
 

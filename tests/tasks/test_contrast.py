@@ -1,5 +1,6 @@
 """The contrastive task: what it reads, the loss it gives, and that many processes give the same."""
 
+import json
 import math
 from pathlib import Path
 
@@ -236,6 +237,29 @@ def test_two_processes_give_the_gradients_of_one(bias, tmp_path):
     assert found["judged"] == pytest.approx(loss.item(), rel=1e-5)
     for p, other in zip(weights, found["grads"], strict=True):
         torch.testing.assert_close(torch.zeros_like(p) if p.grad is None else p.grad, other, rtol=1e-3, atol=1e-5)
+
+
+def trained(folder: str) -> None:
+    """A run of the trainer itself, which shares out every weight."""
+    kept = named()
+    with pytest.MonkeyPatch.context() as patch:
+        shown = Collection(kept.abouts, kept.pixels(torch.arange(len(kept))))
+        patch.setattr("vitrail.data.named.collection", lambda *_: shown)
+        plain = {**RECIPE["sources"]["shown"], "views": {}, "templates": ["{}"]}
+        recipe.train(
+            recipe.Recipe.read({**RECIPE, "sources": {"shown": plain}}), Path(folder), device="cpu", quiet=True
+        )
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_learns_as_one_does(tmp_path):
+    run(2, trained, str(tmp_path / "two"))
+    trained(str(tmp_path / "one"))
+    one, two = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "learn" / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert two == pytest.approx(one, rel=1e-4) and len(one) == 3
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class CodecSettings(Config):
     side       of the pictures; the codec's own unless given
     network    whose features LPIPS and Gram matrices compare
     game       the kind of adversarial loss
-    start      passes before which the critic neither learns nor counts; a step has `accumulate` of them
+    start      passes of the whole run before which both sides' losses count nothing; a step has `accumulate` of them
     critic     weight of the critic's own loss
     adaptive   VQGAN's further weight of the adversarial loss, at which it pulls at the decoder's last layer as hard as
                the reconstruction does; not in compiled stages
@@ -143,6 +143,10 @@ class Reconstruction:
                 _refuse()
             together = sum(self.weights[name] * loss for name, loss in losses.items())
             assert isinstance(together, Tensor)
+            if not last_layer(self.codec.decoder).requires_grad:
+                raise ConfigError(
+                    "an adaptive weight is measured at the decoder, which is frozen", "leave adaptive out"
+                )
             fooled = fooled * adaptive_weight(together, fooled, last_layer(self.codec.decoder))
         told_apart = game.discriminator(critic(shown), critic(drawn.detach()))
         if self.model.training:

@@ -13,11 +13,12 @@ from evals.test_suites_models import own, tokenizer
 from hub.test_pictures import pair, tiny
 from vitrail import hub
 from vitrail.cli.eval import app
-from vitrail.data.pictures import READERS
+from vitrail.data.pictures import READERS, About
 from vitrail.encoders.conv import Conv, ConvConfig
 from vitrail.encoders.vit import ViT, ViTConfig
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.evals.contrastive import Embedder
+from vitrail.evals.suites import sets
 from vitrail.evals.viewer import Viewer, tower_of
 from vitrail.models.clip import Contrastive
 from vitrail.nn import AttentionConfig, BlockConfig
@@ -229,3 +230,39 @@ def test_options_that_cannot_be_are_refused(tmp_path, classes, toy):
     with pytest.raises(CheckpointError, match="is a TextTower, which has no picture tower"):
         hub.save(own(tmp_path / "other").text, tmp_path / "text")
         run(tmp_path / "text", "probe", "--data", classes)
+
+
+# ---- what cannot be tested fairly -------------------------------------------------------------------------------
+
+
+def test_a_probe_is_not_tested_on_what_it_learned_from(classes, tmp_path):
+    hub.save(Conv(CONV), tmp_path / "tower")
+    run("probe", tmp_path / "tower", "--data", classes, "--device", "cpu")
+    with pytest.raises(DataError, match="train and test"):
+        run("probe", tmp_path / "tower", "--data", classes / "train", "--device", "cpu")
+
+
+def test_names_are_alike_whatever_their_case_and_the_nameless_are_not_asked_for():
+    names = ["Tux", "tux", " ", "Owl"]
+    about = [About(f"a/{n}", "a", str(n), name) for n, name in enumerate(names)]
+    gallery = sets.Album("some", [TALL] * 4, about).gallery()
+    assert gallery.captions == ["Tux", "Owl"] and gallery.shown.tolist() == [0, 0, sets.NOTHING, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [({"resample": [3]}, "resample"), ({"rescale_factor": "a"}, "rescale"), ({"image_std": [1, 0, 1]}, "std")],
+)
+def test_what_a_folder_says_of_pictures_must_make_sense(said, why, tmp_path):
+    usual = {"size": 16, "image_mean": [0, 0, 0], "image_std": [1, 1, 1]}
+    (tmp_path / FILE).write_text(json.dumps(usual | said))
+    with pytest.raises(CheckpointError, match=why):
+        Preprocessing.read(tmp_path, CONV)
+
+
+def test_a_model_saved_over_another_is_not_shown_pictures_as_that_one_was(tmp_path):
+    tmp_path.mkdir(exist_ok=True)
+    other = {"image_processor": {"size": 16, "image_mean": [0, 0, 0], "image_std": [1, 1, 1]}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(other))
+    hub.save(Conv(CONV), tmp_path)
+    assert Preprocessing.read(tmp_path, CONV) == Preprocessing.own(CONV)

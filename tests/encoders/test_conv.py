@@ -1,12 +1,15 @@
 """The convolutional tower: what it gives, that it starts as its shortcuts, and what it costs."""
 
+import json
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import randomize
+from vitrail import hub
 from vitrail.encoders import Conv, ConvConfig
-from vitrail.errors import ConfigError, ImageError
+from vitrail.errors import CheckpointError, ConfigError, ImageError
 from vitrail.nn import cost
 
 SMALL = ConvConfig(image=16, widths=(8, 16, 24), blocks=(1, 2, 1), groups=4)
@@ -64,3 +67,14 @@ def test_what_cannot_be_is_refused(change):
 def test_other_pictures_are_refused(shape):
     with pytest.raises(ImageError):
         Conv(SMALL)(torch.randn(shape))
+
+
+def test_it_comes_back_from_its_folder_and_no_depth_is_built_for_ever(tmp_path):
+    tower, x = randomize(Conv(SMALL)).eval(), torch.randn(2, 3, 16, 16)
+    hub.save(tower, tmp_path)
+    assert torch.equal(hub.load(tmp_path)(x), tower(x))
+    about = json.loads((tmp_path / "vitrail.json").read_text())
+    about["config"]["blocks"] = [10**9, 1, 1]
+    (tmp_path / "vitrail.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match="layers"):
+        hub.load(tmp_path)

@@ -22,7 +22,7 @@ from vitrail.encoders import ConvConfig, TextConfig, ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.evals.contrastive import to_ids
 from vitrail.models.clip import Contrastive, ContrastiveConfig
-from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig
+from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig, cost
 from vitrail.objectives.contrastive import plain_clip_loss, plain_siglip_loss
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.contrast import MOST, ContrastSettings, ContrastTask
@@ -162,6 +162,16 @@ def test_texts_learn_to_find_texts():
     loss["texts"].backward()
     assert all(p.grad is None for p in made.model.image.parameters())
     assert made.model.text.embed.weight.grad.abs().sum() > 0
+
+
+def test_every_text_that_is_read_is_counted():
+    """Second captions and false ones cost as much as true ones."""
+    plain, twice = task(), task(texts=0.5)
+    text = plain.model.text
+    assert twice.flops(batch(twice)) - plain.flops(batch(plain)) == cost.flops(text, text.work(6))
+    one, false = (task([scenes()], swapped=swapped) for swapped in (False, True))
+    given = batch(one, "scenes", 5)
+    assert false.flops(given) - one.flops(given) == cost.flops(text, text.work(5))
 
 
 def test_sources_of_one_name_are_positives_of_each_other_and_scenes_are_not():

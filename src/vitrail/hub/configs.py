@@ -78,9 +78,12 @@ def shipped() -> list[str]:
 
 
 def layers(plain: Any) -> int:
-    """Layers of all the towers in a config as plain data."""
+    """Layers of all the towers in a config as plain data; a convolutional tower says `blocks`, stage by stage."""
     if isinstance(plain, dict):
-        return sum(value if key == "layers" else layers(value) for key, value in plain.items())
+        return sum(
+            value if key == "layers" else sum(value) if key == "blocks" else layers(value)
+            for key, value in plain.items()
+        )
     return sum(map(layers, plain)) if isinstance(plain, list | tuple) else 0
 
 

@@ -87,6 +87,14 @@ def test_a_view_of_a_part_lies_inside_and_reaches_the_edges():
     torch.testing.assert_close(held[:, 0, 0, 0], torch.full((50,), 15.75), atol=0.6, rtol=0)
 
 
+def test_a_stretched_view_of_a_part_lies_inside_too():
+    line = torch.arange(64, dtype=torch.uint8) * 4
+    x = torch.stack([line.expand(64, 64), line[:, None].expand(64, 64), torch.zeros(64, 64, dtype=torch.uint8)])
+    made = views(x.expand(400, 3, 64, 64), ViewsConfig(area=(0.9, 0.9), stretch=1.33, shift=0.5))
+    # Beyond an edge the picture is mirrored, and the line would run back.
+    assert made[:, 0, 32].diff(dim=1).min() >= 0 and made[:, 1, :, 32].diff(dim=1).min() >= 0
+
+
 def test_what_is_transparent_shows_white_or_another_ground_and_hides_its_colours():
     x = picture(300, 4, 6, 6)
     x[:, 3] = 0

@@ -202,7 +202,7 @@ def of_search(N: int, K: int, D: int, tune: bool) -> dict[str, Any]:
             for m, n, w, s, r in [
                 (128, 64, 8, 3, 128), (128, 64, 8, 3, None), (128, 64, 8, 2, 128), (128, 64, 8, 4, 128),
                 (64, 64, 4, 3, 128), (64, 64, 4, 3, None), (256, 64, 16, 3, 128), (128, 32, 8, 3, None),
-                (128, 128, 8, 3, None), (128, 32, 4, 3, 128), (256, 32, 8, 3, 128),
+                (128, 128, 8, 3, None), (128, 32, 4, 3, 128), (64, 128, 4, 3, None), (128, 128, 4, 3, None),
             ]
         ]  # fmt: skip
         tried = {}
@@ -235,7 +235,7 @@ def main() -> None:
     if CUDA:
         keep("search N=1048576 K=16384 D=32", of_search(2**20, 16384, 32, arguments.tune))
         keep("search N=1048576 K=16384 D=8", of_search(2**20, 16384, 8, False))
-        keep("search N=262144 K=8192 D=256", of_search(2**18, 8192, 256, False))
+        keep("search N=262144 K=8192 D=256", of_search(2**18, 8192, 256, arguments.tune))
     N, repeats = (65536, 10) if CUDA else (8192, 3)
     if theirs is not None:
         for metric in ("euclid", "cosine"):

@@ -13,7 +13,7 @@ from vitrail.codecs.codec import Codec
 from vitrail.codecs.quantizers import Quantized
 from vitrail.config import Config
 from vitrail.data.scenes.source import Asked, by_source
-from vitrail.data.views import PLAIN, views
+from vitrail.data.views import PLAIN
 from vitrail.encoders.vgg import LPIPS, Name
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.qlip import TaughtCodec
@@ -22,7 +22,7 @@ from vitrail.objectives.adversarial import GAMES
 from vitrail.objectives.balance import adaptive_weight, gradient_norms
 from vitrail.objectives.perceptual import cosine_distillation, gram_loss, lpips
 from vitrail.objectives.reconstruction import WEIGHTS, Weights, l1, l2
-from vitrail.tasks.mim import pixels, size
+from vitrail.tasks.pictures import size, viewed
 from vitrail.train.task import Batch, Task
 
 Networks = Callable[[Name], LPIPS]
@@ -205,7 +205,7 @@ class CodecTask:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         how = self.views if self.model.training else dict.fromkeys(self.views, self.plain)
-        shown = torch.cat([views(pixels(self.sources[name], index), how[name]) for name, index in batch.items()])
+        shown = viewed(batch, self.sources, how)
         drawn, found = self.codec(shown.to(next(self.codec.encoder.parameters()).dtype))
         return self.losses(shown, drawn, found)
 

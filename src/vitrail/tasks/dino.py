@@ -17,7 +17,7 @@ from vitrail.models.dino import Dino
 from vitrail.nn import cost
 from vitrail.objectives.dino import entropy, patches_loss, sinkhorn, views_loss
 from vitrail.objectives.masked import block_places, masked_count
-from vitrail.tasks.mim import pixels, size
+from vitrail.tasks.pictures import pixels, size
 from vitrail.train.task import Batch
 
 GLOBAL = ViewsConfig(area=(0.4, 1.0), stretch=1.33, shift=0.5, mirror=0.5, colour=0.4, grey=0.2)
@@ -89,8 +89,7 @@ class DinoTask:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         if self.model.training:
             self.model.follow()
-        shown = [pixels(self.sources[name], index) for name, index in batch.items()]
-        wide, near = _views(shown, self.wide, 2), _views(shown, self.near, self.settings.locals)
+        wide, near = self._views(batch)
         places = block_places(wide.shape[1], self.grid, self.masked, wide.device) if self.masked else None
         seen = self.model(wide, near, places)
         warm, sharp = self.settings.temperature
@@ -99,6 +98,12 @@ class DinoTask:
         if self.masked:
             losses["patches"] = patches_loss(sinkhorn(seen.hidden, sharp), seen.guessed, warm)
         return losses | {"entropy": entropy(targets) / 2}
+
+    @torch.no_grad()
+    def _views(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(2, B, 3, S, S) and (V, B, 3, s, s)"""
+        shown = [pixels(self.sources[name], index) for name, index in batch.items()]
+        return _views(shown, self.wide, 2), _views(shown, self.near, self.settings.locals)
 
     def flops(self, batch: Batch) -> int:
         """The teacher has a pass forward alone, where the student has three."""

@@ -6,15 +6,15 @@ B pictures, N patches, M of them masked
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from vitrail.config import Config
 from vitrail.data.scenes.source import Asked, by_source
-from vitrail.data.views import PLAIN, views
+from vitrail.data.views import PLAIN
 from vitrail.models.masked import Masked
 from vitrail.nn import cost
 from vitrail.objectives.masked import block_places, feature_loss, masked_count, pixel_loss, random_places
+from vitrail.tasks.pictures import size, viewed
 from vitrail.train.task import Batch
 
 PLACES = {"blocks": block_places, "random": random_places}
@@ -28,15 +28,6 @@ class MimSettings(Config):
 
     ratio: float = 0.4
     places: Literal["blocks", "random"] = "blocks"
-
-
-def pixels(source: Any, index: Tensor) -> Tensor:
-    """uint8 (B, 3 or 4, H, W), where the numbers lie: drawn, or looked up"""
-    return source.draw(index).pixels if hasattr(source, "draw") else source.pixels(index)
-
-
-def size(batch: Batch) -> int:
-    return sum(len(index) for index in batch.values())
 
 
 class MimTask:
@@ -60,7 +51,7 @@ class MimTask:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         how = self.views if self.model.training else dict.fromkeys(self.views, self.plain)
-        shown = torch.cat([views(pixels(self.sources[name], index), how[name]) for name, index in batch.items()])
+        shown = viewed(batch, self.sources, how)
         places = PLACES[self.settings.places](len(shown), self.grid, self.masked, shown.device)
         said, wanted = self.model(shown, places)
         return {"masked": pixel_loss(said, wanted) if self.model.teacher is None else feature_loss(said, wanted)}

@@ -14,6 +14,7 @@ from vitrail.errors import DataError
 from vitrail.evals.shares import Score, Share
 
 STRENGTHS = tuple(10.0**power for power in range(0, -7, -1))  # strongest first: each fit starts from the one before
+TRIAL = 200  # steps of a fit that only chooses the strength
 
 
 class Linear(NamedTuple):
@@ -73,7 +74,8 @@ def probe(
     train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, names: Sequence[str], *, seed: int = 0
 ) -> Probe:
     """Features (N, D) and labels (N,) of both parts. Features are centred and scaled by the training part's deviation;
-    the penalty is chosen on a tenth of the training part, and the test part is looked at once."""
+    the penalty is chosen on a tenth of the training part, from the strongest on until two in a row did worse than the
+    best before them, and the test part is looked at once."""
     if len(train) < 20 or not len(test):
         raise DataError(f"{len(train)} pictures to train a probe, {len(test)} to test it", "give at least 20 and 1")
     C = len(names)
@@ -82,12 +84,16 @@ def probe(
     x, z = ((part.double() - mean) / deviation for part in (train, test))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held, kept = order[: len(x) // 10], order[len(x) // 10 :]
-    tried, linear = {}, None
-    for strength in STRENGTHS:
-        linear = fit(x[kept], train_labels[kept], C, strength, start=linear)
+    tried: dict[float, Share] = {}
+    best, linear, found = STRENGTHS[0], None, None
+    for place, strength in enumerate(STRENGTHS):
+        linear = fit(x[kept], train_labels[kept], C, strength, start=linear, steps=TRIAL)
         tried[strength] = _right(linear, x[held], train_labels[held])
-    best = max(tried, key=lambda strength: (tried[strength].value, strength))  # of equals the strongest
-    final = fit(x, train_labels, C, best)
+        if found is None or tried[strength].value > tried[best].value:  # of equals the strongest
+            best, found = strength, linear
+        if place - STRENGTHS.index(best) == 2:
+            break
+    final = fit(x, train_labels, C, best, start=found)
     # What always answering the training part's commonest class scores on the test part.
     common = train_labels.bincount(minlength=C).argmax()
     majority = float((test_labels == common).double().mean())

@@ -26,18 +26,18 @@ WIDEST = 512  # beyond this width plain torch is as good
 
 class Shape(NamedTuple):
     """How the first pass is cut: the tile, how much of the width is taken at a time, warps, loads in flight, registers.
-    With 128 of them two programs share a processor: one multiplies while the other compares."""
+    With 128 of them four programs share a processor: some multiply while others compare."""
 
-    m: int = 128
+    m: int = 64
     n: int = 64
     k: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
     registers: int | None = 128
 
 
 PLAIN, SMALL = Shape(), Shape(16, 16, 16)  # the second for the interpreter, where every element costs
-WIDE = Shape(registers=None)  # vectors that are read again for every tile
+WIDE = Shape(m=128, warps=8, registers=None)  # vectors that are read again for every tile
 EXACT = (16, 128) if not INTERPRETED else (16, 32)  # rows and codes of a tile of the second pass
 
 INDEX = 8  # lowest bits of a score that tell its tile
@@ -127,9 +127,11 @@ def _first(
 
 @triton.jit
 def _second(
-    x_ptr, turned_ptr, half_ptr, ids_ptr, list_ptr, count_ptr, K,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_ptr, turned_ptr, ids_ptr, list_ptr, count_ptr, K,
+    D: tl.constexpr, PRODUCT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """Products of two float32 are exact in float64, so that the sums over the width, one term after the other, are
+    those of any other code that adds in this order."""
     count = tl.load(count_ptr)
     for part in range(tl.program_id(0), tl.cdiv(count, BM), tl.num_programs(0)):
         at = part * BM + tl.arange(0, BM)
@@ -139,11 +141,15 @@ def _second(
         for j in range(0, K, BN):
             c = j + tl.arange(0, BN)
             total = tl.zeros((BM, BN), tl.float64)
+            square = tl.zeros((BN,), tl.float64)
             for d in range(D):
                 x = tl.load(x_ptr + rows * D + d).to(tl.float64)
                 code = tl.load(turned_ptr + d * K + c, mask=c < K, other=0.0).to(tl.float64)
                 total += x[:, None] * code[None, :]
-            total -= tl.load(half_ptr + c, mask=c < K, other=float("inf"))[None, :]
+                square += code * code
+            if not PRODUCT:
+                total -= (square / 2)[None, :]
+            total = tl.where((c < K)[None, :], total, float("-inf"))
             top, lane = tl.max(total, 1, return_indices=True)
             ids = tl.where(top > best, j + lane, ids)  # of equals the first
             best = tl.maximum(best, top)
@@ -177,13 +183,13 @@ def searched(x: Tensor, table: Tensor, product: bool, shape: Shape | None = None
     shape = shape or (SMALL if INTERPRETED else PLAIN if width <= PLAIN.k else WIDE)
     k = min(shape.k, width)
     x, table = x.contiguous(), table.contiguous()
-    half = torch.zeros(K, dtype=torch.float64, device=x.device) if product else table.double().square().sum(1) / 2
-    extent = torch.stack([table.norm(dim=1).max(), half.max().float()])
+    half = x.new_zeros(K) if product else (table.double().square().sum(1) / 2).float()
+    extent = torch.stack([table.norm(dim=1).max(), half.max()])
     spare = -K % shape.n
     filled = F.pad(table, (0, width - D, 0, spare))
     high = filled.bfloat16()
     codes = torch.stack([high, (filled - high.float()).bfloat16()])
-    bias = F.pad(-half.float(), (0, spare), value=LEAST.value)
+    bias = F.pad(-half, (0, spare), value=LEAST.value)
     ids = torch.empty(N, dtype=torch.int64, device=x.device)
     unsure = torch.empty(N, dtype=torch.int32, device=x.device)
     count = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -196,5 +202,7 @@ def searched(x: Tensor, table: Tensor, product: bool, shape: Shape | None = None
     programs = triton.cdiv(N, m)
     if x.is_cuda:
         programs = min(programs, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    _second[(programs,)](x, table.T.contiguous(), half, ids, unsure, count, K, D=D, BM=m, BN=n, num_warps=4)
+    _second[(programs,)](
+        x, table.T.contiguous(), ids, unsure, count, K, D=D, PRODUCT=product, BM=m, BN=n, num_warps=4
+    )  # fmt: skip
     return ids, count

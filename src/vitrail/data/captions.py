@@ -3,8 +3,8 @@
 B samples, H, W pixels, P pieces of a caption
 """
 
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from vitrail.data.views import PLAIN, ViewsConfig
 from vitrail.data.words import Words, ask, swap
 from vitrail.data.words.ask import longest
 from vitrail.data.words.pieces import Pieces, TokenTable
+from vitrail.nn.replay import Replayed
 
 SWAPS = ("colour", "relation", "number", "size")
 
@@ -85,6 +86,7 @@ class SceneCaptions:
     def __init__(self, source: SceneSource):
         self.source = source
         self._words = {torch.device("cpu"): self.words}
+        self._replayed: dict[tuple[str, bool, bool], Replayed[Any]] = {}
 
     @cached_property
     def words(self) -> Words:
@@ -96,6 +98,13 @@ class SceneCaptions:
         return self.words.pieces
 
     def pair(self, index: Tensor, *, vary: bool = True, swapped: bool = False) -> Captioned:
+        make = partial(self._pair, vary=vary, swapped=swapped)
+        return self._replayed.setdefault(("pair", vary, swapped), Replayed(make))(index)
+
+    def again(self, index: Tensor, *, vary: bool = True) -> Tensor:
+        return self._replayed.setdefault(("again", vary, False), Replayed(partial(self._again, vary=vary)))(index)
+
+    def _pair(self, index: Tensor, *, vary: bool, swapped: bool) -> Captioned:
         drawn, seed, words = self.source.draw(index), self.source.config.seed, self._on(index.device)
         true = ask(words, drawn.scenes, seed, "caption_short", held_out=not vary).answer
         if not swapped:
@@ -113,7 +122,7 @@ class SceneCaptions:
         true = torch.where(some, told[rows, which], pad(true, (0, wide - true.shape[1])))
         return Captioned(drawn.pixels, true, torch.where(some, untold[rows, which], 0))
 
-    def again(self, index: Tensor, *, vary: bool = True) -> Tensor:
+    def _again(self, index: Tensor, *, vary: bool) -> Tensor:
         words, config = self._on(index.device), self.source.config
         return ask(words, self.source.scenes(index), config.seed + 1, "caption_short", held_out=not vary).answer
 

@@ -21,6 +21,8 @@ class StageConfig(Config):
     dtype        of the weights that compute; fp32 masters are kept beside bfloat16 ones
     ema          decay of an average of the weights that is kept, judged and saved beside them
     recompute    keep no activations inside blocks and compute them again in the backward pass
+    compile      the pass of a step; "graphs" also records it as CUDA graphs, for models so small that launching their
+                 kernels takes longer than running them
     """
 
     name: str
@@ -39,7 +41,7 @@ class StageConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     ema: float | None = None
     recompute: bool = False
-    compile: bool = False
+    compile: bool | Literal["graphs"] = False
     workers: int = 0
 
     def __post_init__(self) -> None:
@@ -49,6 +51,11 @@ class StageConfig(Config):
             raise ConfigError(
                 f"stage {self.name!r}: a batch of {self.batch} does not divide into {self.accumulate} micro-batches",
                 "make batch a multiple of accumulate",
+            )
+        if self.compile == "graphs" and self.accumulate > 1 and self.dtype == "float32":
+            raise ConfigError(
+                f"stage {self.name!r}: gradients in float32 add up where the next recorded pass writes its own",
+                'set compile = true, or dtype = "bfloat16"',
             )
         self.schedule.check(self.steps)
 

@@ -100,7 +100,9 @@ class Trainer:
             if name in self._exact:  # made of the rounded weight
                 master.copy_(self._exact.pop(name))
         self.ema = None if stage.ema is None else EMA(model, stage.ema)
-        self.run: Callable[[Batch], dict[str, Tensor]] = torch.compile(self.whole) if stage.compile else self.whole
+        self.run: Callable[[Batch], dict[str, Tensor]] = self.whole
+        if stage.compile:
+            self.run = torch.compile(self.whole, mode="reduce-overhead" if stage.compile == "graphs" else None)
         # A backward pass goes through every weight, and once more through those that train.
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._passes = 2 + sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
@@ -181,6 +183,8 @@ class Trainer:
         counts = distributed.total(counts)
         sums = dict.fromkeys(counts, 0.0)
         for batch, weight in zip(micro, own, strict=True):
+            if self.stage.compile == "graphs":
+                torch.compiler.cudagraph_mark_step_begin()
             losses = self.run({key: value.to(self.device, non_blocking=True) for key, value in batch.items()})
             share = sum(self.task.weights[k] * v / max(counts[k], 1) for k, v in losses.items())
             assert isinstance(share, Tensor)

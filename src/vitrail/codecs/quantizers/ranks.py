@@ -39,14 +39,14 @@ def drawn(x: Tensor, wanted: Tensor) -> Tensor:
     """A vector of the whole batch (K, D) for each of `wanted` (K,) bool, spread evenly over x (N, D) of all ranks and
     the same on every one; zeros for the rest. An even spread takes from every picture alike, and takes none twice
     while there are enough."""
-    counts = torch.zeros(size(), dtype=torch.float64, device=x.device)
-    counts[dist.get_rank() if size() > 1 else 0] = len(x)
+    own = dist.get_rank() if size() > 1 else 0
+    counts = (torch.arange(size(), device=x.device) == own).double() * len(x)  # to set one would wait for the device
     chance = torch.rand(len(wanted), dtype=torch.float64, device=x.device)
     if size() > 1:
         dist.broadcast(chance, 0)
         counts = total(counts)
     ends = counts.cumsum(0)
-    start = ends[dist.get_rank() if size() > 1 else 0] - len(x)
+    start = ends[own] - len(x)
     position = ((wanted.cumsum(0) - 1 + chance) / wanted.sum().clamp_min(1) * ends[-1]).floor() - start
     mine = wanted & (position >= 0) & (position < len(x))
     if not len(x):

@@ -104,7 +104,8 @@ class SceneSource:
     def draw(self, index: Tensor) -> Drawn:
         lay, atlas = self._on(index.device)
         scenes = lay(self.config.seed, index)
-        return Drawn(scenes, render(scenes, atlas, self.config.side))
+        windows = index.device.type == "cpu"  # a GPU would wait for the host to learn their sizes
+        return Drawn(scenes, render(scenes, atlas, self.config.side, windows))
 
     def _on(self, device: torch.device) -> tuple[Layout, Atlas]:
         if device not in self._ready:

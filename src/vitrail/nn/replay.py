@@ -1,0 +1,74 @@
+"""Thousands of small operations as one launch.
+
+What draws and tells samples is whole-number arithmetic in thousands of short kernels. On a GPU the host takes longer to
+launch them than the device to run them; recorded once as a CUDA graph they cost one launch.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+STEP = 64  # numbers are recorded for batches of a multiple of this, and what is too much is cut off
+MOST = 8  # sizes of batches that are recorded; of others every kernel is launched
+
+T = TypeVar("T")
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    index: Tensor  # (N,) what it reads
+    made: Any  # what it writes
+
+
+class Replayed(Generic[T]):
+    """A function of sample numbers (B,) whose tensors have B rows each, and none of which depends on another.
+
+    On a GPU it must ask the device for nothing. Its random numbers are torch's own, so that a seed decides them. It
+    returns copies.
+    """
+
+    def __init__(self, make: Callable[[Tensor], T]):
+        self.make = make
+        self._recorded: dict[tuple[torch.device, int], _Recorded] = {}
+
+    def __call__(self, index: Tensor) -> T:
+        if not index.is_cuda or torch.cuda.is_current_stream_capturing():
+            return self.make(index)
+        B, key = len(index), (index.device, -(-len(index) // STEP) * STEP)
+        if key not in self._recorded:
+            if not B or len(self._recorded) == MOST:
+                return self.make(index)
+            self._recorded[key] = self._record(index, key[1])
+        held = self._recorded[key]
+        held.index[:B].copy_(index)  # numbers beyond are those of an earlier call: samples like any other
+        held.graph.replay()
+        return _copied(held.made, B)
+
+    def _record(self, index: Tensor, count: int) -> _Recorded:
+        static = index[-1:].repeat(count)
+        chance = torch.cuda.get_rng_state(index.device)  # as if nothing had been tried
+        stream = torch.cuda.Stream(index.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # tables are made, and kernels loaded, outside the graph
+                self.make(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = self.make(static)
+        torch.cuda.set_rng_state(chance, index.device)
+        return _Recorded(graph, static, made)
+
+
+def _copied(made: Any, rows: int) -> Any:
+    if isinstance(made, Tensor):
+        return made[:rows].clone()
+    if is_dataclass(made):
+        return type(made)(*(_copied(getattr(made, field.name), rows) for field in fields(made)))  # type: ignore[arg-type]
+    if isinstance(made, tuple):
+        parts = [_copied(part, rows) for part in made]
+        return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
+    return made

@@ -79,6 +79,7 @@ class Codec(nn.Module):
         else:
             E = net.encoder.block.width
             self.encoder, self.decoder = ViT(net.encoder), ViTDecoder(net)
+        self.wide = E  # of the features
         for bridge, (left, right) in {"into": (E, reads), "out_of": (gives, net.reads)}.items():
             if getattr(config, bridge) == "none" and left != right:
                 raise ConfigError(

@@ -20,6 +20,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from vitrail.errors import ConfigError
 from vitrail.nn.plan import Plan
 
+SHORT = 512  # keys of a row that a dense mask serves as well
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None) -> Tensor:
     """q (B, Q, H, D), k and v (B, K, G, D), G divides H → (B, Q, H, D). A query that sees nothing gets zeros."""
@@ -32,8 +34,9 @@ def choose_route(q: Tensor, k: Tensor, plan: Plan) -> str:
         return "sdpa"
     if plan.lengths is not None and (q.device.type != "cuda" or (plan.spans is None and _varlen_runs(q))):
         return "packed"
-    # A few queries against a cache read the keys once however they are masked; block-sparsity has nothing to skip.
-    if q.device.type == "cuda" and q.shape[1] >= 16:
+    # A few queries against a cache read the keys once however they are masked, and of a short row the blocks are few:
+    # block-sparsity has nothing to skip.
+    if q.device.type == "cuda" and q.shape[1] >= 16 and k.shape[1] > SHORT:
         return "flex"
     return "sdpa"
 

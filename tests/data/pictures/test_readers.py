@@ -13,6 +13,7 @@ from vitrail.data.pictures import READERS, labelled, pictures
 from vitrail.data.pictures.clipart import named
 from vitrail.data.pictures.emoji import codepoints, without_tone
 from vitrail.data.pictures.files import spoken
+from vitrail.data.pictures.pixels import read_rgba
 from vitrail.data.sources import SOURCES
 from vitrail.errors import DataError, ImageError
 
@@ -74,10 +75,13 @@ def test_a_skin_tone_has_its_own_name_and_its_bases_keywords(place, names):
     assert about.name == "man farmer, medium" and about.keywords == ("plow",) and about.category == "people-body"
 
 
-def test_flags_that_are_another_vendors_are_left_out(place, names):
+@pytest.mark.parametrize(("vendor", "ending"), [("fluent", "webp"), ("fluent-flat", "svg")])
+def test_flags_that_are_another_vendors_are_left_out(place, names, vendor, ending):
     flags = ["1f1eb-1f1f7", "1f3f4-e0067_e0062_e0077_e006c_e0073"]
-    place("fluent", {f"package/assets/{key}.webp": RED for key in ("1f436", *flags)})
-    assert len(pictures("fluent", names)) == 1
+    picture = RED if ending == "webp" else "<svg/>"
+    place(vendor, {f"package/assets/{key}.{ending}": picture for key in ("1f436", *flags)})
+    opened = pictures(vendor, names)
+    assert len(opened) == 1 and opened.about(0).id == f"{vendor}/1f436"
 
 
 def test_of_two_files_for_one_emoji_one_is_taken(place, names):
@@ -275,6 +279,9 @@ COUNTS = {
     "noto": 3_786,
     "fluent": 3_127,
     "openmoji": 4_495,
+    "fluent-flat": 3_011,
+    "noto-v1": 2_119,
+    "emojione": 1_793,
     "openclipart": 7_458,
     "tuxpaint": 950,
 }
@@ -295,7 +302,7 @@ def test_the_real_sources(name):
     known = [opened.about(item) for item in range(len(opened))]
     assert len({about.id for about in known}) == len(known) == len({(about.vendor, about.key) for about in known})
     assert all(about.name and about.vendor == name and about.category for about in known)
-    if name in ("twemoji", "noto", "fluent"):
+    if name in ("twemoji", "noto", "fluent", "fluent-flat", "noto-v1", "emojione"):
         assert all(len(about.labels) == 28 for about in known)
     if name == "tuxpaint":
         assert len(set().union(*(about.labels for about in known))) == 78  # 77 and English
@@ -303,3 +310,12 @@ def test_the_real_sources(name):
         pixels = opened.rgba(item, 48)
         assert pixels.dtype == np.uint8 and pixels.shape[2] == 4 and max(pixels.shape[:2]) == 48
         assert Path(known[item].id).parts[0] == name
+
+
+@pytest.mark.parametrize("size", ['width="1" height="1000000"', 'width="1e9" height="1"'])
+def test_a_drawing_of_any_shape_fits_its_box(tmp_path, size):
+    """The other side is never what the drawing's proportions make of it: that can be more than there is memory for."""
+    (tmp_path / "a.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><rect width="9" height="9"/></svg>'
+    )
+    assert max(read_rgba(tmp_path / "a.svg", 64).shape) <= 64

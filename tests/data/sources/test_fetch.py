@@ -336,7 +336,7 @@ def test_without_the_hubs_client(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["emojibase", "openclipart"])
+@pytest.mark.parametrize("name", ["emojibase", "emojione", "openclipart"])
 def test_a_real_package(name, tmp_path):
     if shutil.which({"npm": "npm", "apt": "apt-get"}[SOURCES[name].client]) is None:
         pytest.skip("its client is not installed")

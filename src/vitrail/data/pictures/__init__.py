@@ -8,6 +8,7 @@ from vitrail.data.pictures.classes import Classes, Part
 from vitrail.data.pictures.clipart import Clipart, Stamps
 from vitrail.data.pictures.emoji import VENDORS, Emoji, Emojibase
 from vitrail.data.pictures.folder import Dataset, Folder
+from vitrail.data.pictures.iconify import Icons
 from vitrail.data.pictures.record import About, Labelled, Pictures
 from vitrail.data.sources import SOURCES, get
 from vitrail.errors import DataError, nearest
@@ -15,8 +16,9 @@ from vitrail.errors import DataError, nearest
 __all__ = ["READERS", "About", "Labelled", "Pictures", "labelled", "pictures"]
 
 
-def _emoji(vendor: str, root: Path | None) -> Emoji:
-    return Emoji(vendor, get(vendor, root=root), Emojibase(get("emojibase", root=root)))
+def _emoji(vendor: str, root: Path | None) -> Pictures:
+    reader = Icons if VENDORS[vendor].endswith(".json") else Emoji
+    return reader(vendor, get(vendor, root=root), Emojibase(get("emojibase", root=root)))
 
 
 # Name of a source → its reader, given where sources are kept.

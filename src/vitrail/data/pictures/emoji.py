@@ -1,4 +1,4 @@
-"""Emoji of four vendors, with names, keywords and groups from one place (emojibase), joined by codepoint."""
+"""Emoji of several vendors, with names, keywords and groups from one place (emojibase), joined by codepoint."""
 
 import re
 from collections.abc import Mapping
@@ -14,15 +14,18 @@ from vitrail.data.pictures.pixels import read_rgba
 from vitrail.data.pictures.record import About
 from vitrail.errors import DataError
 
-# Where each vendor's package keeps its pictures, named by codepoints.
+# Where each vendor's package keeps its pictures, named by codepoints; or icons.json, which `iconify` reads.
 VENDORS = {
     "twemoji": "package/img/twitter/64/*.png",
     "noto": "package/img/google/64/*.png",
     "fluent": "package/assets/*.webp",
     "openmoji": "package/color/svg/*.svg",
+    "fluent-flat": "package/assets/*.svg",
+    "noto-v1": "package/icons.json",
+    "emojione": "package/icons.json",
 }
-# Microsoft draws no flags of countries; the package fills them in with Noto's, which must not count as another design.
-BORROWED = {"fluent": re.compile("1f1[ef][0-9a-f]-.*|.*-e007f")}
+# Microsoft draws no flags of countries; its packages fill them in with Noto's, which must not count as another design.
+BORROWED = dict.fromkeys(("fluent", "fluent-flat"), re.compile("1f1[ef][0-9a-f]-.*|.*-e007f"))
 SKIN_TONES = frozenset(f"1f3f{digit}" for digit in "bcdef")
 
 

@@ -50,25 +50,37 @@ def _raster(path: Path) -> Image.Image:
 
 
 def _drawn(path: Path, side: int | None) -> np.ndarray:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _undrawn(str(path), error) from None
+    return drawn(text, side, str(path))
+
+
+def drawn(svg: str, side: int | None, called: str) -> np.ndarray:
+    """An SVG's text as pixels; `called` is what an error names."""
     _check(side)
     try:
         from resvg_py import svg_to_bytes
     except ImportError:
         raise DataError(
-            f"resvg_py is needed to draw {path.name} and is not installed", "pip install 'vitrail[data]'"
+            f"resvg_py is needed to draw {called} and is not installed", "pip install 'vitrail[data]'"
         ) from None
+    # No fonts of the system, so that a drawing looks alike everywhere; without dots per inch millimetres are lost.
+    draw = {"svg_string": _OUTSIDE.sub(r'\1""', svg), "skip_system_fonts": True, "dpi": 96.0}
     try:
-        text = _OUTSIDE.sub(r'\1""', path.read_text(encoding="utf-8"))
-        # No fonts of the system, so that a drawing looks alike everywhere; without dots per inch millimetres are lost.
-        draw = {"svg_string": text, "skip_system_fonts": True, "dpi": 96.0}
         if side is None:
             return _decoded(svg_to_bytes(**draw))
-        # One wanted side gives the other by the drawing's own proportions; which is the longer, the first try shows.
-        pixels = _decoded(svg_to_bytes(**draw, width=side))
+        # Both sides are a box that the drawing is fitted into by its own proportions, up to a pixel too high.
+        pixels = _decoded(svg_to_bytes(**draw, width=side, height=side))
         return pixels if pixels.shape[0] <= side else _decoded(svg_to_bytes(**draw, height=side))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ImageError(f"{path} cannot be drawn: {reason}", "check that it is an SVG") from None
+        raise _undrawn(called, error) from None
+
+
+def _undrawn(called: str, error: Exception) -> ImageError:
+    reason = " ".join(str(error).split())[:200]
+    return ImageError(f"{called} cannot be drawn: {reason}", "check that it is an SVG")
 
 
 def _decoded(png: bytes) -> np.ndarray:

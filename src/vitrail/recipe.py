@@ -22,7 +22,9 @@ from vitrail.data.captions import captions
 from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
+from vitrail.data.talks import talks
 from vitrail.data.text import TextConfig, TextWindows, read_text
+from vitrail.data.words.pieces import Pieces
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
 from vitrail.hub.families import MODELS
@@ -32,6 +34,7 @@ from vitrail.models.detector import Detector
 from vitrail.models.dino import Dino
 from vitrail.models.masked import Masked
 from vitrail.models.qlip import QLIP, TaughtCodec
+from vitrail.models.unified import Unified
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.codec import CodecSettings, CodecTask
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
@@ -40,6 +43,7 @@ from vitrail.tasks.dino import DinoSettings, DinoTask
 from vitrail.tasks.mim import MimSettings, MimTask
 from vitrail.tasks.qlip import QlipSettings, QlipTask
 from vitrail.tasks.text import TextTask
+from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
 from vitrail.train import distributed
 from vitrail.train.lora import LoRAConfig, add_lora, merge
 from vitrail.train.optim import group_parameters
@@ -61,13 +65,17 @@ class TaskKind(NamedTuple):
     model: type[nn.Module] | tuple[type[nn.Module], ...]
     sources: tuple[type[Config], ...]
     settings: type[Config] = Config
-    captions: bool = False  # its pictures come with words, which a tokenizer can be trained on
+    told: Callable[[Any], Pieces] | None = None  # what is said of a source's pictures, to train a tokenizer on
+
+
+def _captions(source: Any) -> Pieces:
+    return captions(source).pieces
 
 
 TASKS: dict[str, TaskKind] = {
     "text": TaskKind(lambda m, sources, words, settings: TextTask(m), Decoder, (TextConfig,)),
     "detect": TaskKind(lambda m, sources, words, settings: DetectTask(m, sources), Detector, (ScenesConfig,)),
-    "contrast": TaskKind(ContrastTask, Contrastive, PICTURES, ContrastSettings, captions=True),
+    "contrast": TaskKind(ContrastTask, Contrastive, PICTURES, ContrastSettings, _captions),
     "mim": TaskKind(lambda m, sources, words, settings: MimTask(m, sources, settings), Masked, PICTURES, MimSettings),
     "codec": TaskKind(
         lambda m, sources, words, settings: CodecTask(m, sources, settings, load_lpips),
@@ -80,7 +88,14 @@ TASKS: dict[str, TaskKind] = {
         QLIP,
         PICTURES,
         QlipSettings,
-        captions=True,
+        _captions,
+    ),
+    "unified": TaskKind(
+        UnifiedTask,
+        Unified,
+        (*PICTURES, TextConfig),
+        UnifiedSettings,
+        lambda source: talks(source, 1).pieces,
     ),
     "dino": TaskKind(lambda m, sources, words, settings: DinoTask(m, sources, settings), Dino, PICTURES, DinoSettings),
 }
@@ -341,8 +356,10 @@ def _tokenizer(recipe: Recipe, out: Path, shown: Sources) -> Tokenizer | None:
         return hub.tokenizer(part.start)
     sources = [source for source in recipe.sources.values() if isinstance(source, TextConfig)]
     texts = [read_text(source) for source in sources if source.part == "train"]
-    told = {name for stage in recipe.stages if TASKS[stage.task].captions for name in stage.mixture.weights}
-    texts += [text for name in shown if name in told for text in captions(shown[name]).pieces.texts[1:]]
+    told = {name: TASKS[stage.task].told for stage in recipe.stages for name in stage.mixture.weights}
+    for name, source in shown.items():
+        if (pieces := told.get(name)) is not None:
+            texts += pieces(source).texts[1:]
     made_of = hashlib.sha256(repr((part.train, texts)).encode()).hexdigest()
     kept, note = out / "tokenizer", "made-of"
     if not (kept / note).is_file() or (kept / note).read_text() != made_of:
@@ -416,9 +433,10 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
 
 
 def _check_vocabulary(config: Any, size: int) -> None:
-    vocab = getattr(getattr(config, "text", config), "vocab", size)
+    part = next((name for name in ("text", "decoder") if hasattr(config, name)), "")
+    vocab = getattr(getattr(config, part, config), "vocab", size)
     if vocab < size:
         raise ConfigError(
             f"the model knows {vocab} tokens and the tokenizer has {size}",
-            f"set model.config.{'text.' if hasattr(config, 'text') else ''}vocab to {size} or more",
+            f"set model.config.{part + '.' if part else ''}vocab to {size} or more",
         )

@@ -12,6 +12,7 @@ from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
 from vitrail.models.masked import Masked, MaskedConfig
 from vitrail.models.qlip import QLIP, QLIPConfig, TaughtCodec, TaughtCodecConfig
+from vitrail.models.unified import Unified, UnifiedConfig
 
 MODELS: dict[str, tuple[type, type]] = {
     "codec": (CodecConfig, Codec),
@@ -21,6 +22,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "qlip": (QLIPConfig, QLIP),
     "taught-codec": (TaughtCodecConfig, TaughtCodec),
     "dino": (DinoConfig, Dino),
+    "unified": (UnifiedConfig, Unified),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""

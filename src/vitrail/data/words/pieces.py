@@ -88,13 +88,18 @@ class TokenTable:
         The check waits for the device. Leave it out where `Frames.longest` says that all fit, or look at the numbers
         of tokens later: one above L tells of a sentence that was cut.
         """
-        lengths = self.length[rows]  # (B, P)
-        ends = lengths.cumsum(1)
+        ends = self.length[rows].cumsum(1)
         total = ends[:, -1]
         if check and int(total.max()) > length:
             raise TextError(f"a sentence has {int(total.max())} tokens and there is room for {length}", "allow more")
         at = torch.arange(length, device=rows.device).expand(len(rows), length)
-        piece = torch.searchsorted(ends, at.contiguous(), right=True).clamp_(max=rows.shape[1] - 1)  # (B, L)
-        within = at - (ends - lengths).gather(1, piece)
+        piece = self.piece(rows, length)
+        within = at - (ends - self.length[rows]).gather(1, piece)
         places = (self.start[rows].gather(1, piece) + within).clamp_(0, len(self.flat) - 1)
         return torch.where(at < total[:, None], self.flat[places], pad), total
+
+    def piece(self, rows: Tensor, length: int) -> Tensor:
+        """(B, P) pieces → (B, L): which of them each token of the sentence is of"""
+        ends = self.length[rows].cumsum(1)
+        at = torch.arange(length, device=rows.device).expand(len(rows), length)
+        return torch.searchsorted(ends, at.contiguous(), right=True).clamp_(max=rows.shape[1] - 1)

@@ -1,0 +1,147 @@
+"""Talks about pictures: questions and answers to read, and prompts to draw, from scenes and named pictures alike, made
+on the device where their numbers lie.
+
+B samples, T turns, P pieces of a text
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vitrail.data.named import NamedSource
+from vitrail.data.scenes.source import SceneSource
+from vitrail.data.views import PLAIN, ViewsConfig
+from vitrail.data.words import DRAFTS, Words, ask, ask_several, balanced, prompt
+from vitrail.data.words.ask import longest
+from vitrail.data.words.pieces import Pieces, TokenTable
+from vitrail.data.words.templates import DRAWINGS
+from vitrail.errors import ConfigError
+from vitrail.nn.replay import Replayed
+
+QUESTIONS = tuple(kind for kind in DRAFTS if kind not in ("caption_long", "grounding"))
+FITTED = 4096  # scenes that the balance of answers is fitted to
+NAMING = ("what is this?", "what does the picture show?", "name what you see.", "which thing is drawn here?")
+
+
+class Talk(NamedTuple):
+    """A turn is a question, an end, an answer, an end; the row behind the last piece is the end."""
+
+    pixels: Tensor  # uint8 (B, 3 or 4, H, W)
+    rows: Tensor  # (B, P) pieces
+    learnt: Tensor  # (B, P) which are to be learnt: answers, and their ends
+
+
+class Wish(NamedTuple):
+    """A text, and a picture that is a right drawing of it."""
+
+    pixels: Tensor  # uint8 (B, 3 or 4, H, W)
+    rows: Tensor  # (B, P) pieces, and an end
+
+
+class Talks(Protocol):
+    @property
+    def pieces(self) -> Pieces: ...
+
+    @property
+    def views(self) -> ViewsConfig: ...
+
+    def talk(self, index: Tensor) -> Talk: ...
+
+    def wish(self, index: Tensor) -> Wish: ...
+
+    def longest(self, tokens: TokenTable) -> tuple[int, int]:
+        """Tokens that no talk and no wish exceeds, without what may be cut."""
+        ...
+
+
+class SceneTalks:
+    """Several questions a scene, of different kinds, their answers evened out; and prompts of GenEval's kinds that name
+    all there is, or else the caption."""
+
+    views = PLAIN
+
+    def __init__(
+        self, source: SceneSource, questions: int, kinds: Sequence[str] = QUESTIONS, *, held_out: bool = False
+    ):
+        if not 1 <= questions <= len(kinds):
+            raise ConfigError(f"{questions} questions of {len(kinds)} kinds", "ask at least one, and each kind once")
+        self.source, self.questions, self.kinds, self.held_out = source, questions, tuple(kinds), held_out
+        asked, count = source.config.asked(), source.config.count
+        words = Words.of(source.atlas.table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
+        last = torch.arange(count - 1, max(-1, count - 1 - FITTED), -1)  # scenes that a run of fewer never reaches
+        self.words = balanced(words, source.scenes(last))
+        self.pieces = self.words.pieces
+        self._words = {torch.device("cpu"): self.words}
+        self.talk: Any = Replayed(self._talk)
+        self.wish: Any = Replayed(self._wish)
+
+    def _talk(self, index: Tensor) -> Talk:
+        drawn, words = self.source.draw(index), self._on(index.device)
+        told = ask_several(
+            words, drawn.scenes, self.source.config.seed, self.kinds, self.questions, held_out=self.held_out
+        )
+        rows, learnt = turns(told.question, told.answer, told.valid, len(self.pieces))
+        return Talk(drawn.pixels, *(x.view(len(index), -1) for x in (rows, learnt)))
+
+    def _wish(self, index: Tensor) -> Wish:
+        drawn, words, seed = self.source.draw(index), self._on(index.device), self.source.config.seed
+        told = ask(words, drawn.scenes, seed, "caption_short", held_out=self.held_out)
+        asked = [prompt(words, drawn.scenes, seed, kind, held_out=self.held_out) for kind in DRAWINGS]
+        able = torch.stack([one.valid for one in asked] + [told.valid], 1)  # (B, kinds)
+        which = (torch.rand(able.shape, device=index.device) * able).argmax(1)  # one of those that can be had
+        texts = [one.text for one in asked] + [told.answer]
+        wide = max(text.shape[1] for text in texts)
+        table = torch.stack([pad(text, (0, wide - text.shape[1])) for text in texts], 1)  # (B, kinds, P)
+        rows = table[torch.arange(len(index), device=index.device), which]
+        return Wish(drawn.pixels, pad(rows, (0, 1), value=len(self.pieces)))
+
+    def longest(self, tokens: TokenTable) -> tuple[int, int]:
+        question, answer = longest(self.words, tokens, self.kinds)
+        wishes = (self.words.loose[f"draw_{kind}"].longest(tokens) for kind in DRAWINGS)
+        wish = max(longest(self.words, tokens, ["caption_short"])[1], *wishes)
+        return self.questions * (question + answer + 2), wish + 1
+
+    def _on(self, device: torch.device) -> Words:
+        if device not in self._words:
+            self._words[device] = self.words.to(device)
+        return self._words[device]
+
+
+class NamedTalks:
+    """One question a picture: what it shows."""
+
+    def __init__(self, source: NamedSource):
+        self.source, self.views = source, source.config.views
+        self.pieces = source.pieces
+        self._asked = self.pieces.rows(NAMING)
+
+    def talk(self, index: Tensor) -> Talk:
+        which = torch.randint(len(NAMING), (len(index), 1), device=index.device)
+        question = self._asked.to(index.device)[which]
+        valid = torch.ones(len(index), dtype=torch.bool, device=index.device)
+        rows, learnt = turns(question, self.source.texts(index, vary=False), valid, len(self.pieces))
+        return Talk(self.source.pixels(index), rows, learnt)
+
+    def wish(self, index: Tensor) -> Wish:
+        rows = self.source.texts(index)
+        return Wish(self.source.pixels(index), pad(rows, (0, 1), value=len(self.pieces)))
+
+    def longest(self, tokens: TokenTable) -> tuple[int, int]:
+        name = self.source.longest(tokens)
+        return int(tokens.length[self._asked].max()) + name + 2, name + 1
+
+
+def turns(question: Tensor, answer: Tensor, valid: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """question (N, P), answer (N, Q), valid (N,) → pieces (N, P + Q + 2), and which are to be learnt; none of either
+    where a turn is not valid"""
+    ends = torch.where(valid, end, 0)[:, None]
+    rows = torch.cat([question, ends, answer, ends], 1) * valid[:, None]
+    behind = torch.arange(rows.shape[1], device=rows.device) > question.shape[1]
+    return rows, behind & valid[:, None]
+
+
+def talks(source: NamedSource | SceneSource, questions: int, kinds: Sequence[str] = QUESTIONS) -> Talks:
+    return NamedTalks(source) if isinstance(source, NamedSource) else SceneTalks(source, questions, kinds)

@@ -1,0 +1,188 @@
+"""Reading, drawing and plain text, each from its sources, in one step.
+
+B samples, L tokens, N codes of a picture
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.config import Config
+from vitrail.data.named import NamedSource
+from vitrail.data.scenes.source import SceneSource, by_source
+from vitrail.data.talks import QUESTIONS, Talks, talks
+from vitrail.data.text import TextWindows
+from vitrail.data.views import PLAIN, views
+from vitrail.data.words.pieces import TokenTable
+from vitrail.errors import ConfigError
+from vitrail.models.unified import Unified
+from vitrail.nn import Work, cost
+from vitrail.objectives.cross_entropy import linear_cross_entropy
+from vitrail.processing.text import Tokenizer
+from vitrail.train.task import Batch
+
+TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
+IGNORED = -100
+
+
+class UnifiedSettings(Config):
+    """
+    draw             the sources whose pictures are drawn; the others' are read, and plain text is continued
+    weights          of text, read and draw; 1 unless given
+    questions, kinds how many questions are asked of a scene, of which kinds
+    length           tokens of a talk at most; what is longer is cut
+    drop             chance that a prompt is left out, so that guidance knows what a picture is without one
+    z                weight of logsumexp² of all logits, which keeps them from drifting
+    """
+
+    draw: tuple[str, ...] = ()
+    weights: dict[str, float] = {}
+    questions: int = 6
+    kinds: tuple[str, ...] = QUESTIONS
+    length: int = 256
+    drop: float = 0.1
+    z: float = 1e-4
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.weights if name not in ("text", "read", "draw")]
+        if wrong or any(weight < 0 for weight in self.weights.values()):
+            raise ConfigError(f"weights {self.weights}", "name text, read and draw, and give 0 or more")
+        if not 0 <= self.drop <= 1 or self.length < 8 or self.z < 0:
+            raise ConfigError(
+                f"drop = {self.drop:g}, length = {self.length}, z = {self.z:g}", "give 0 … 1, 8 or more, 0 or more"
+            )
+
+
+class UnifiedTask:
+    """A loss is the mean over tokens that count, or codes, times the pictures they are of; of text over its tokens."""
+
+    def __init__(
+        self,
+        model: Unified,
+        sources: Mapping[str, NamedSource | SceneSource | TextWindows],
+        words: Tokenizer | None,
+        settings: UnifiedSettings,
+    ):
+        if words is None or words.eos is None:
+            raise ConfigError("answers end with an end token, and there is none", "add a [tokenizer] table")
+        unknown = [name for name in settings.draw if name not in sources or isinstance(sources[name], TextWindows)]
+        if unknown:
+            raise ConfigError(f"{unknown[0]!r} is to be drawn, and is no source of pictures", "name one that is")
+        self.model, self.settings, self.end = model, settings, words.eos
+        shown = {name: source for name, source in sources.items() if not isinstance(source, TextWindows)}
+        self.talks: dict[str, Talks] = {
+            name: talks(source, settings.questions, settings.kinds) for name, source in shown.items()
+        }
+        kinds = {"draw" if name in settings.draw else "read" for name in shown}
+        kinds |= {"text"} if len(shown) < len(sources) else set()
+        self.weights = {kind: settings.weights.get(kind, 1.0) for kind in ("text", "read", "draw") if kind in kinds}
+        self._ready: dict[tuple[torch.device, str], TokenTable] = {}
+        self.prompt: dict[str, int] = {}
+        for name, told in self.talks.items():
+            table = told.pieces.tokenized(words, [words.eos])
+            self._ready[torch.device("cpu"), name] = table
+            self.prompt[name] = told.longest(table)[1]
+        h, w = model.grid
+        self.codes, self.side = h * w, model.codec.size[0]
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        windows = [torch.from_numpy(sample) for sample in samples if isinstance(sample, np.ndarray)]
+        batch = by_source([sample for sample in samples if not isinstance(sample, np.ndarray)])
+        return batch | ({TEXT: torch.stack(windows)} if windows else {})
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """Tokens of plain text, and pictures."""
+        found = dict.fromkeys(self.weights, 0)
+        for name, rows in batch.items():
+            found[self._kind(name)] += rows.numel() - len(rows) if name == TEXT else len(rows)
+        return found
+
+    def _kind(self, name: str) -> str:
+        return "text" if name == TEXT else "draw" if name in self.settings.draw else "read"
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        losses = {kind: self.model.marks.weight.new_zeros((), dtype=torch.float32) for kind in self.weights}
+        for name, rows in batch.items():
+            kind = self._kind(name)
+            one = {"text": self._text, "read": self._read, "draw": self._draw}[kind]
+            losses[kind] = losses[kind] + one(name, rows)
+        return losses
+
+    def _text(self, name: str, ids: Tensor) -> Tensor:
+        return self._said(self.model(self.model.words(ids[:, :-1])), ids[:, 1:], "sum")
+
+    def _read(self, name: str, index: Tensor) -> Tensor:
+        pixels, ids, targets = self._talk(name, index)
+        seen, _ = self.model.look(pixels)
+        hidden = self.model(self.model.shown(seen), self.model.words(ids))[:, -ids.shape[1] :]
+        return self._said(hidden, targets, "mean") * len(index)
+
+    def _draw(self, name: str, index: Tensor) -> Tensor:
+        pixels, ids, counts = self._wish(name, index)
+        model, (_, codes) = self.model, self.model.look(pixels)
+        hidden = self._hidden(codes) if model.config.order == "masked" else None
+        laid = model.lay(model.words(ids, counts), model.drawn(codes, hidden))
+        each = model.code_losses(model.drawing_states(laid, model.hidden(laid)), codes.flatten(1), self.settings.z)
+        if hidden is None:
+            return each.mean(1).sum()
+        asked = hidden.flatten(1).float()
+        return ((each * asked).sum(1) / asked.sum(1)).sum()
+
+    def _said(self, hidden: Tensor, targets: Tensor, reduction: Any) -> Tensor:
+        decoder = self.model.decoder
+        head = decoder.embed.weight if decoder.head is None else decoder.head.weight
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), head, targets.flatten(), z=self.settings.z, reduction=reduction, ignore=IGNORED
+        )
+
+    def _hidden(self, codes: Tensor) -> Tensor:
+        """(B, h, w): a share of cos(π/2 · u) of each picture's codes, at least one, anywhere"""
+        B, device = len(codes), codes.device
+        share = torch.cos(math.pi / 2 * torch.rand(B, 1, device=device))
+        rank = torch.rand(B, self.codes, device=device).argsort(1).argsort(1)
+        return (rank < (share * self.codes).ceil().clamp(min=1)).view_as(codes)
+
+    @torch.compiler.disable  # sources keep tables by device
+    @torch.no_grad()
+    def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
+        told = self.talks[name].talk(index)
+        table, L = self._on(index.device, name), self.settings.length
+        ids, _ = table.write(told.rows, L + 1, self.end, check=False)
+        learnt = told.learnt.gather(1, table.piece(told.rows, L + 1))
+        inside = torch.arange(L + 1, device=ids.device) < table.length[told.rows].sum(1, keepdim=True)
+        targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
+        return self._viewed(name, told.pixels), ids[:, :-1], targets
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _wish(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pixels (B, C, S, S), ids (B, L) of prompts and how many of them are there (B,): none where it is dropped"""
+        asked = self.talks[name].wish(index)
+        L = self.prompt[name]
+        ids, length = self._on(index.device, name).write(asked.rows, L, self.end, check=False)
+        dropped = torch.rand(len(index), device=index.device) < self.settings.drop * self.model.training
+        return self._viewed(name, asked.pixels), ids, length.clamp(max=L) * ~dropped
+
+    def _viewed(self, name: str, pixels: Tensor) -> Tensor:
+        return views(pixels, (self.talks[name].views if self.model.training else PLAIN).with_(side=self.side))
+
+    def _on(self, device: torch.device, name: str) -> TokenTable:
+        if (device, name) not in self._ready:
+            self._ready[device, name] = self._ready[torch.device("cpu"), name].to(device)
+        return self._ready[device, name]
+
+    def flops(self, batch: Batch) -> int:
+        """Of the decoder."""
+        total = 0
+        for name, rows in batch.items():
+            more = {"text": 0, "read": self.settings.length, "draw": self.prompt.get(name, 0)}[self._kind(name)]
+            work = Work.causal(rows.shape[1] - 1, len(rows)) if name == TEXT else self.model.work(len(rows), more)
+            total += cost.flops(self.model, work)
+        return total

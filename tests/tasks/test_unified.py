@@ -1,0 +1,204 @@
+"""Reading, drawing and text in one step: what is asked of the model, and what it costs, written out."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from data.scenes.conftest import drawn
+from models.test_unified import made
+from tasks.test_contrast import named
+from vitrail import hub, recipe
+from vitrail.codecs.codec import Codec
+from vitrail.data.scenes.source import ScenesConfig, SceneSource
+from vitrail.data.scenes.sprites import Atlas
+from vitrail.data.talks import QUESTIONS, SceneTalks, talks
+from vitrail.data.text import TextConfig, TextWindows
+from vitrail.data.views import PLAIN, views
+from vitrail.data.words import ask_several
+from vitrail.errors import ConfigError
+from vitrail.models.unified import Unified
+from vitrail.processing.text import Tokenizer
+from vitrail.tasks.unified import IGNORED, TEXT, UnifiedSettings, UnifiedTask
+
+
+@pytest.fixture(scope="module")
+def scenes() -> SceneSource:
+    return SceneSource(ScenesConfig(atlas="-", preset="relations", side=12, seed=5), Atlas.build(drawn()), "scenes")
+
+
+@pytest.fixture(scope="module")
+def words(scenes) -> Tokenizer:
+    return Tokenizer.train([*talks(scenes, 1).pieces.texts, *talks(named(), 1).pieces.texts], 420)
+
+
+def unified(order="raster", vocab=420, **more) -> Unified:
+    config = made(order, **more).config
+    torch.manual_seed(1)
+    return Unified(config.with_(decoder=config.decoder.with_(vocab=vocab)))
+
+
+def task(scenes, words, order="raster", text=None, **settings) -> UnifiedTask:
+    sources = {"scenes": scenes, "named": named(), "drawn": scenes} | ({} if text is None else {"text": text})
+    return UnifiedTask(unified(order), sources, words, UnifiedSettings(draw=("drawn",), **settings))
+
+
+def test_only_answers_are_learnt(scenes, words):
+    made = task(scenes, words, questions=3, length=200)
+    index = torch.arange(6)
+    pixels, ids, targets = made._talk("scenes", index)
+    told = made.talks["scenes"]
+    assert isinstance(told, SceneTalks)
+    said = ask_several(told.words, scenes.scenes(index), scenes.config.seed, QUESTIONS, 3)
+    questions, answers = told.pieces.read(said.question), told.pieces.read(said.answer)
+    for b in range(6):
+        turns = [t for t in range(3 * b, 3 * b + 3) if said.valid[t]]
+        whole = [
+            i for t in turns for i in (*words.encode(questions[t]), words.eos, *words.encode(answers[t]), words.eos)
+        ]
+        assert ids[b, : len(whole)].tolist() == whole
+        learnt = [i for t in turns for i in (*words.encode(answers[t]), words.eos)]
+        assert targets[b][targets[b] != IGNORED].tolist() == learnt
+        places = (targets[b] != IGNORED).nonzero()[:, 0]
+        assert torch.equal(ids[b, places + 1], targets[b, places])  # each is the token that follows
+    assert torch.equal(pixels, views(scenes.draw(index).pixels, PLAIN.with_(side=12)))
+
+
+def test_a_talk_that_is_too_long_is_cut(scenes, words):
+    whole, cut = (task(scenes, words, questions=4, length=length) for length in (300, 20))
+    a, b = (made._talk("scenes", torch.arange(5)) for made in (whole, cut))
+    assert torch.equal(a[1][:, :20], b[1]) and torch.equal(a[2][:, :20], b[2])
+
+
+def test_names_are_asked_for(scenes, words):
+    made = task(scenes, words)
+    _, ids, targets = made._talk("named", torch.arange(4))
+    source = made.talks["named"].source
+    for b in range(4):
+        name = source.pieces.read(source.texts(torch.tensor([b]), vary=False))[0]
+        assert words.decode(targets[b][targets[b] != IGNORED][:-1].tolist()) == name
+        assert "?" in words.decode(ids[b].tolist()) or "name" in words.decode(ids[b].tolist())
+
+
+@pytest.mark.parametrize("order", ["raster", "masked"])
+def test_the_losses_are_those_of_the_formula(scenes, words, order):
+    made = task(scenes, words, order, questions=2, z=0.0, drop=0.0)
+    model, index = made.model.eval(), torch.arange(3)
+    batch = {"scenes": index, "drawn": index}
+    torch.manual_seed(7)
+    losses = made(batch)
+    assert made.counts(batch) == {"read": 3, "draw": 3}
+    with torch.no_grad():
+        pixels, ids, targets = made._talk("scenes", index)
+        seen, codes = model.look(pixels)
+        logits = model.decoder.logits(model(model.shown(seen), model.words(ids)))[:, 10:].log_softmax(-1)
+        each = [-logits[b, t, targets[b, t]] for b in range(3) for t in range(256) if targets[b, t] != IGNORED]
+        torch.testing.assert_close(losses["read"], torch.stack(each).mean() * 3)
+        torch.manual_seed(7)
+        pixels, ids, counts = made._wish("drawn", index)
+        hidden = made._hidden(codes) if order == "masked" else None
+        total = 0.0
+        for b in range(3):
+            one = None if hidden is None else hidden[b : b + 1]
+            laid = model.lay(model.words(ids[b : b + 1, : counts[b]]), model.drawn(codes[b : b + 1], one))
+            states = model.drawing_states(laid, model.hidden(laid))[0]
+            asked = torch.arange(9) if one is None else one.flatten().nonzero()[:, 0]
+            total += model.code_losses(states[asked], codes[b].flatten()[asked]).mean()
+        torch.testing.assert_close(losses["draw"], total)
+
+
+def test_wishes_say_what_is_there(scenes, words):
+    made = task(scenes, words, drop=0.0)
+    _, ids, counts = made._wish("drawn", torch.arange(20))
+    told = made.talks["drawn"]
+    torch.manual_seed(3)
+    texts = told.pieces.read(told.wish(torch.arange(20)).rows[:, :-1])
+    torch.manual_seed(3)
+    _, ids, counts = made._wish("drawn", torch.arange(20))
+    for b in range(20):
+        assert ids[b, : counts[b]].tolist() == [*words.encode(texts[b]), words.eos]
+    assert len(set(texts)) > 10
+
+
+def test_prompts_are_left_out_in_training_alone(scenes, words):
+    made = task(scenes, words, drop=1.0)
+    made.model.train()
+    assert not made._wish("drawn", torch.arange(5))[2].any()
+    made.model.eval()
+    assert made._wish("drawn", torch.arange(5))[2].all()
+
+
+def test_shares_that_are_hidden(scenes, words):
+    made = task(scenes, words, "masked")
+    count = made._hidden(torch.zeros(4000, 3, 3)).flatten(1).sum(1)
+    assert count.min() >= 1 and count.max() == 9
+    # ⌈9 cos(πu/2)⌉ ≥ 5 where u < 2/π · arccos(4/9)
+    assert abs((count >= 5).float().mean() - 2 / math.pi * math.acos(4 / 9)) < 0.03
+
+
+def test_text_is_continued(scenes, words, tmp_path):
+    (tmp_path / "a.txt").write_text("a dog and a cat. " * 200)
+    text = TextWindows(TextConfig(files=(str(tmp_path / "a.txt"),), length=16), words)
+    made = task(scenes, words, text=text)
+    batch = made.collate([text[0], scenes[3], text[1]])
+    assert set(batch) == {TEXT, "scenes"} and made.counts(batch) == {"text": 32, "read": 1, "draw": 0}
+    with torch.no_grad():
+        logits = made.model.decoder(batch[TEXT][:, :-1]).log_softmax(-1)
+        wanted = -logits.gather(-1, batch[TEXT][:, 1:, None].long()).sum()
+        found = made({TEXT: batch[TEXT]})
+    z = made.settings.z * made.model.decoder(batch[TEXT][:, :-1]).logsumexp(-1).square().sum()
+    torch.testing.assert_close(found["text"], wanted + z.detach(), rtol=1e-4, atol=1e-4)
+    assert made.flops(batch) > 0
+
+
+def test_what_cannot_be_is_refused(scenes, words):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        UnifiedTask(unified(), {"scenes": scenes}, None, UnifiedSettings())
+    with pytest.raises(ConfigError, match="no source of pictures"):
+        UnifiedTask(unified(), {"scenes": scenes}, words, UnifiedSettings(draw=("skenes",)))
+    for wrong in ({"weights": {"reed": 1.0}}, {"drop": 2.0}, {"z": -1.0}):
+        with pytest.raises(ConfigError):
+            UnifiedSettings(**wrong)
+    with pytest.raises(ConfigError, match="questions"):
+        task(scenes, words, questions=100)
+
+
+@pytest.mark.parametrize("order", ["raster", "masked"])
+def test_a_recipe_trains_it_with_a_codec_of_before(order, tmp_path, scenes, monkeypatch):
+    """From a saved codec to a saved model that loads and draws; the codec is as it was."""
+    monkeypatch.setattr("vitrail.recipe.open_atlas", lambda name: scenes.atlas)
+    torch.manual_seed(0)
+    config = made(order).config
+    hub.save(Codec(config.codec), tmp_path / "codec")
+    plain = {
+        "name": "unified", "says": "x", "seed": 0, "tokenizer": {"train": 400},
+        "model": {
+            "kind": "unified",
+            "config": config.with_(decoder=config.decoder.with_(vocab=400)).plain(),
+            "parts": {"codec": {"start": str(tmp_path / "codec"), "part": ""}},
+        },
+        "sources": {
+            name: {"kind": "scenes", "atlas": "-", "preset": "relations", "side": 12, "seed": i}
+            for i, name in enumerate("rd")
+        },
+        "stages": [{
+            "name": "learn", "task": "unified", "steps": 6, "batch": 8, "dtype": "bfloat16",
+            "train": ["decoder", "read", "code", "marks", "head"],
+            "settings": {"draw": ["d"], "questions": 2, "length": 64},
+            "mixture": {"weights": {"r": 1, "d": 1}}, "optim": {"lr": 1e-2},
+        }],
+    }  # fmt: skip
+    chosen = recipe.Recipe.read(plain)
+    trained = recipe.train(chosen, tmp_path / "out", quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "learn" / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    again = hub.load(tmp_path / "out" / "final")
+    before = hub.load(tmp_path / "codec").state_dict()
+    for name, weight in again.codec.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    ids = torch.arange(4)[None]
+    assert torch.equal(again(again.words(ids)), trained.eval()(trained.words(ids)))
+    del plain["model"]["parts"]
+    with pytest.raises(ConfigError, match="left to chance"):
+        recipe.train(recipe.Recipe.read(plain), tmp_path / "other", quiet=True)

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _ROOMS = (
     "nn", "processing", "objectives", "data", "encoders", "stream", "backbones", "models", "generate", "train", "tasks",
-    "show", "lab", "hub", "recipe",
+    "show", "lab", "hub", "studio", "recipe",
 )  # fmt: skip
 
 

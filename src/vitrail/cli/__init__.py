@@ -20,6 +20,16 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "ask": Command(
+        "vitrail.cli.studio:ask",
+        "Ask a model questions about a picture.",
+        'vitrail ask scene.png "how many dogs are there?" --model out/mini/final',
+    ),
+    "caption": Command(
+        "vitrail.cli.studio:caption",
+        "Say what pictures show.",
+        "vitrail caption scene.png --model out/mini/final",
+    ),
     "codec": Command(
         "vitrail.cli.codec:app",
         "Look at what codecs keep of a picture, and measure it beside JPEG, WebP and AVIF.",
@@ -34,6 +44,11 @@ COMMANDS = {
         "vitrail.cli.tokenize:detokenize",
         "Write the pictures of a file of tokens.",
         "vitrail detokenize photos.vtok --codec out/bsq -o photos-again",
+    ),
+    "draw": Command(
+        "vitrail.cli.studio:draw",
+        "Draw a picture, draw a part of one anew, or vary it.",
+        'vitrail draw "a red dog" --model out/mini/final -o dog.png --seed 1',
     ),
     "eval": Command(
         "vitrail.cli.eval:app",

@@ -1,0 +1,140 @@
+"""`vitrail ask`, `vitrail caption` and `vitrail draw`: a unified model at work."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from vitrail.errors import ConfigError
+
+Pictures = Annotated[list[str], Parameter(negative="")]
+
+
+def ask(picture: str, /, *questions: str, model: str, device: str | None = None) -> None:
+    """Ask a model questions about a picture.
+
+    Example: vitrail ask scene.png "how many dogs are there?" --model out/mini/final
+
+    Parameters
+    ----------
+    picture
+        A picture's file.
+    questions
+        One or more, each answered by itself.
+    model
+        A folder with a unified model.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    if not questions:
+        raise ConfigError("there is no question", 'write it behind the picture: "what is this?"')
+    from vitrail.studio import Studio
+
+    for text in Studio.load(model, device=device).ask(picture, list(questions)):
+        print(text)
+
+
+def caption(pictures: Pictures, /, *, model: str, device: str | None = None) -> None:
+    """Say what pictures show.
+
+    Example: vitrail caption scene.png photo.jpg --model out/mini/final
+
+    Parameters
+    ----------
+    pictures
+        Pictures' files.
+    model
+        A folder with a unified model.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    from vitrail.studio import Studio
+
+    studio = Studio.load(model, device=device)
+    for path in pictures:
+        print(f"{path}  {studio.caption(path)}" if len(pictures) > 1 else studio.caption(path))
+
+
+def draw(
+    prompt: str,
+    /,
+    *,
+    model: str,
+    out: Annotated[Path, Parameter(alias="-o")],
+    count: int = 1,
+    negative: str | None = None,
+    guidance: float = 3.0,
+    steps: int = 12,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    seed: int | None = None,
+    over: str | None = None,
+    box: tuple[float, float, float, float] | None = None,
+    vary: float | None = None,
+    device: str | None = None,
+) -> None:
+    """Draw a picture.
+
+    Example: vitrail draw "a red dog to the left of a cat" --model out/mini/final -o dog.png --seed 1
+
+    Parameters
+    ----------
+    prompt
+        What to draw; "" for anything.
+    model
+        A folder with a unified model.
+    out
+        The PNG to write; of several, -1, -2, … are put before its ending.
+    count
+        How many, each with a seed of its own.
+    negative
+        What to lead away from.
+    guidance
+        How strongly to lead: 1 not at all.
+    steps
+        Passes of a model that draws all codes at once; others take one a code.
+    temperature
+        0 takes what is likeliest.
+    top_p
+        Only the likeliest codes that together reach this probability.
+    seed
+        The same seed gives the same picture.
+    over
+        A picture to start from: with --box its part is drawn anew, with --vary a share of its codes.
+    box
+        x0 y0 x1 y1 in 0 … 1 of the picture.
+    vary
+        0 … 1 of the codes.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    if (over is None) != (box is None and vary is None) or (box is not None and vary is not None):
+        raise ConfigError("--over goes with --box or with --vary", "give a picture, and one of the two")
+    if count < 1:
+        raise ConfigError(f"{count} pictures", "draw at least one")
+    from tqdm import tqdm
+
+    from vitrail.studio import Studio
+
+    studio = Studio.load(model, device=device)
+    how: dict[str, Any] = {"guidance": guidance, "steps": steps, "temperature": temperature, "top_p": top_p}
+    with tqdm(
+        total=1.0, unit="", file=sys.stderr, disable=None, bar_format="{percentage:3.0f}% {bar} {elapsed}"
+    ) as bar:
+        how |= {"negative": negative, "progress": lambda done, of: bar.update(done / of - bar.n)}
+        if over is None:
+            pictures = studio.draw([prompt] * count, seed=seed, **how)
+        elif vary is not None:
+            pictures = studio.vary(over, prompt, share=vary, count=count, seed=seed, **how)
+        else:
+            assert box is not None
+            seeds = [None if seed is None else seed + i for i in range(count)]
+            pictures = [studio.inpaint(over, prompt, box, seed=one, **how) for one in seeds]
+    for number, picture in enumerate(pictures, 1):
+        path = out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}")
+        try:
+            picture.save(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be written: {error}", "give a path that ends with .png") from None
+        print(path)

@@ -1,0 +1,149 @@
+"""A unified model ready to hand: pictures and texts in, pictures and texts out.
+
+B pictures or texts, h × w codes, W width
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from vitrail import hub
+from vitrail.codecs.fit import Fit
+from vitrail.errors import ConfigError
+from vitrail.generate.answers import answer
+from vitrail.generate.pictures import Drawing, draw, varied
+from vitrail.generate.sampling import Sampling
+from vitrail.models.unified import Unified
+from vitrail.processing.images import Source, load_image
+from vitrail.processing.text import Tokenizer
+
+DESCRIBE = "describe the picture."
+
+
+class Studio:
+    """`Studio.load(folder)`. One picture or text gives one back, a list a list."""
+
+    def __init__(self, model: Unified, words: Tokenizer):
+        self.model, self.words = model.eval(), words
+
+    @classmethod
+    def load(cls, name_or_path: str | Path, *, device: str | None = None) -> "Studio":
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = hub.load(name_or_path, dtype=torch.bfloat16 if device != "cpu" else torch.float32, device=device)
+        if not isinstance(model, Unified):
+            raise ConfigError(
+                f"{name_or_path} is a {type(model).__name__}, and only a unified model reads and draws",
+                'give the folder of one that was trained as kind = "unified"',
+            )
+        return cls(model, hub.tokenizer(name_or_path))
+
+    # ---- tokens -------------------------------------------------------------------------------------------------
+
+    def tokenize(self, pictures: Sequence[Source]) -> Tensor:
+        """Ids (B, h, w)"""
+        return self._look(pictures)[1]
+
+    def detokenize(self, ids: Tensor) -> list[Image.Image]:
+        """The pictures of ids (B, h, w)"""
+        pixels = self.model.codec.bytes(self.model.pixels(ids.to(self.model.codec.device)))  # uint8 (B, 3, H, W)
+        return [Image.fromarray(one.permute(1, 2, 0).contiguous().numpy()) for one in pixels.cpu()]
+
+    @torch.no_grad()
+    def embed(self, pictures: Sequence[Source]) -> Tensor:
+        """(B, W) of length 1: the mean of what the decoder makes of a picture's codes"""
+        hidden = self.model(self.model.shown(self._look(pictures)[0]))[:, 1:]
+        return F.normalize(hidden.float().mean(1), dim=-1)
+
+    # ---- words --------------------------------------------------------------------------------------------------
+
+    def ask(self, pictures: Any, questions: Any, **more: Any) -> Any:
+        """Answers: of one picture to one question, to each of several, or of several pictures to one or to one each.
+        `more` is what `generate.answers.answer` takes besides."""
+        alone = not isinstance(pictures, list | tuple) and isinstance(questions, str)
+        shown = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
+        asked = [questions] if isinstance(questions, str) else list(questions)
+        if len(shown) == 1 or len(asked) == 1:
+            shown, asked = shown * max(1, len(asked) // len(shown)), asked * max(1, len(shown) // len(asked))
+        seen = self._look(shown)[0]
+        if not asked or not all(question.strip() for question in asked):
+            raise ConfigError("a question without words", "ask something")
+        texts = [one.text for one in answer(self.model, seen, asked, self.words, **more)]
+        return texts[0] if alone else texts
+
+    def caption(self, pictures: Any, **more: Any) -> Any:
+        """What a picture shows."""
+        return self.ask(pictures, DESCRIBE, **more)
+
+    # ---- drawings -----------------------------------------------------------------------------------------------
+
+    def draw(
+        self,
+        prompts: Any,
+        *,
+        negative: str | None = None,
+        given: tuple[Tensor, Tensor] | None = None,
+        progress: Callable[[int, int], Any] = lambda done, of: None,
+        seed: int | None = None,
+        **how: Any,
+    ) -> Any:
+        """Pictures for prompts: one for one, a list for several. `how` are fields of `Drawing` (guidance, steps,
+        wander) and of `Sampling` (temperature, top_k, top_p). With a seed, prompt i is drawn from seed + i."""
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not asked:
+            raise ConfigError("nothing to draw", "give a prompt")
+        device = self.model.codec.device
+        named = {key: how.pop(key) for key in list(how) if key in ("temperature", "top_k", "top_p", "min_p")}
+        drawing = Drawing(sampling=Sampling(**named, seed=seed), **how)
+        ids, counts = self._ids(asked, device)
+        against = None if negative is None else self._ids([negative] * len(asked), device)
+        found = draw(self.model, ids, counts, drawing, negative=against, given=given, progress=progress)
+        pictures = self.detokenize(found)
+        return pictures[0] if isinstance(prompts, str) else pictures
+
+    def vary(
+        self,
+        picture: Source,
+        prompt: str = "",
+        *,
+        share: float = 0.5,
+        count: int = 1,
+        seed: int | None = None,
+        **how: Any,
+    ) -> list[Image.Image]:
+        """Variations of a picture, of whose codes a share is drawn anew."""
+        ids = self.tokenize([picture]).expand(count, -1, -1)
+        return self.draw([prompt] * count, given=varied(ids, share, seed), seed=seed, **how)
+
+    def inpaint(self, picture: Source, prompt: str, box: tuple[float, float, float, float], **how: Any) -> Image.Image:
+        """The picture with all that touches a box (x0, y0, x1, y1 in 0 … 1) drawn anew."""
+        x0, y0, x1, y1 = box
+        if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
+            raise ConfigError(f"a box of {box}", "give x0 < x1 and y0 < y1 within 0 … 1")
+        ids = self.tokenize([picture])
+        _, h, w = ids.shape
+        row, column = torch.arange(h, device=ids.device), torch.arange(w, device=ids.device)
+        rows = (row + 1 > y0 * h) & (row < y1 * h)
+        columns = (column + 1 > x0 * w) & (column < x1 * w)
+        return self.draw([prompt], given=(ids, ~(rows[:, None] & columns)[None]), **how)[0]
+
+    def _look(self, pictures: Sequence[Source]) -> tuple[Tensor, Tensor]:
+        if not len(pictures):
+            raise ConfigError("no picture", "give at least one")
+        codec = self.model.codec
+        fit = Fit().whole(codec)
+        pixels = [fit.apply(load_image(picture), codec.factor)[0] for picture in pictures]
+        return self.model.look(codec.pixels(torch.stack(pixels)))
+
+    def _ids(self, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+        """(B, n) and (B,): each with its end; an empty text has no token at all"""
+        assert self.words.eos is not None
+        rows = [[*self.words.encode(text), self.words.eos] if text.strip() else [] for text in texts]
+        ids = torch.full((len(rows), max(map(len, rows))), self.words.eos)
+        for row, tokens in zip(ids, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        return ids.to(device), torch.tensor([len(row) for row in rows], device=device)

@@ -1,0 +1,69 @@
+"""Answers by a cache are what whole passes say."""
+
+import pytest
+import torch
+
+from models.test_unified import MROPE, made
+from vitrail.errors import ConfigError
+from vitrail.generate.answers import answer
+from vitrail.generate.sampling import Sampling
+from vitrail.models.unified import Unified
+from vitrail.nn import RotaryConfig
+from vitrail.processing.text import Tokenizer
+
+TEXTS = ["how many dogs are there?", "what is this?", "describe the picture.", "a dog and two cats on a red ground"]
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return Tokenizer.train(TEXTS * 3, 300)
+
+
+def unified(rotary=MROPE, order="raster") -> Unified:
+    config = made(order, rotary=rotary).config
+    torch.manual_seed(2)
+    model = Unified(config.with_(decoder=config.decoder.with_(vocab=300))).eval()
+    with torch.no_grad():
+        model.decoder.head.weight.normal_(std=0.3)
+    return model
+
+
+@torch.no_grad()
+def by_whole_passes(model, seen, question, words, count):
+    ids = [*words.encode(question), words.eos]
+    start = len(ids)
+    for _ in range(count):
+        pieces = [model.words(torch.tensor([ids]))]
+        pieces = pieces if seen is None else [model.shown(seen), *pieces]
+        logits = model.decoder.logits(model(*pieces)[0, -1])
+        ids.append(int(logits[: words.size].argmax()))
+        if ids[-1] == words.eos:
+            break
+    return ids[start:]
+
+
+@pytest.mark.parametrize("rotary", [MROPE, RotaryConfig(16)])
+@pytest.mark.parametrize("looks", [True, False])
+def test_equal_to_whole_passes(rotary, looks, words):
+    model = unified(rotary)
+    seen = model.look(torch.rand(3, 3, 12, 12) * 2 - 1)[0] if looks else None
+    found = answer(model, seen, TEXTS[:3], words, max_new=12)
+    for row in range(3):
+        one = None if seen is None else seen[row : row + 1]
+        assert found[row].ids == by_whole_passes(model, one, TEXTS[row], words, 12)
+
+
+def test_what_is_seen_matters(words):
+    model = unified()
+    pictures = torch.rand(8, 3, 12, 12) * 2 - 1
+    found = answer(model, model.look(pictures)[0], [TEXTS[1]] * 8, words, max_new=8, sampling=Sampling(seed=0))
+    assert len({tuple(one.ids) for one in found}) > 1
+
+
+def test_what_cannot_be_is_refused(words):
+    model = unified()
+    seen = model.look(torch.rand(2, 3, 12, 12) * 2 - 1)[0]
+    with pytest.raises(ConfigError, match="2 pictures and 1 questions"):
+        answer(model, seen, ["what?"], words)
+    with pytest.raises(ConfigError, match="end token"):
+        answer(model, seen, ["what?"] * 2, Tokenizer.train(TEXTS, 300, specials=("<x>",), eos=None))

@@ -1,0 +1,121 @@
+"""A unified model at work, from Python and from the command line."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from generate.test_answers import TEXTS, unified
+from vitrail import hub
+from vitrail.cli import main
+from vitrail.errors import ConfigError, ImageError
+from vitrail.generate.pictures import Drawing, draw
+from vitrail.generate.sampling import Sampling
+from vitrail.processing.text import Tokenizer
+from vitrail.studio import DESCRIBE, Studio
+
+
+@pytest.fixture(scope="module", params=["raster", "masked"])
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    hub.save(unified(order=request.param), folder / "model", Tokenizer.train(TEXTS * 3, 300))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 30, 40, 3), dtype=np.uint8)
+    for name, one in zip("ab", pixels, strict=True):
+        Image.fromarray(one).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.fixture
+def studio(folder) -> Studio:
+    return Studio.load(folder / "model", device="cpu")
+
+
+def same(a: Image.Image, b: Image.Image) -> bool:
+    return np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_tokens_there_and_back(studio, folder):
+    ids = studio.tokenize([folder / "a.png", Image.open(folder / "b.png")])
+    assert ids.shape == (2, 3, 3) and ids.dtype == torch.int64
+    pictures = studio.detokenize(ids)
+    assert [picture.size for picture in pictures] == [(12, 12)] * 2
+    with torch.no_grad():
+        wanted = studio.model.codec.decode(studio.model.codec.lookup(ids))
+    assert np.array_equal(np.asarray(pictures[1]), studio.model.codec.bytes(wanted)[1].permute(1, 2, 0).numpy())
+    length = studio.embed([folder / "a.png", folder / "b.png"]).norm(dim=1)
+    torch.testing.assert_close(length, torch.ones(2))
+
+
+def test_one_or_many(studio, folder):
+    a, b = str(folder / "a.png"), str(folder / "b.png")
+    one = studio.ask(a, TEXTS[0], max_new=6)
+    assert isinstance(one, str)
+    assert studio.ask(a, TEXTS[:2], max_new=6) == [one, studio.ask(a, TEXTS[1], max_new=6)]
+    assert studio.ask([a, b], TEXTS[0], max_new=6) == [one, studio.ask(b, TEXTS[0], max_new=6)]
+    assert studio.ask([a, b], TEXTS[:2], max_new=6) == [one, studio.ask(b, TEXTS[1], max_new=6)]
+    assert studio.caption(a, max_new=6) == studio.ask(a, DESCRIBE, max_new=6)
+
+
+def test_a_drawing_is_what_the_model_draws(studio):
+    words, model = studio.words, studio.model
+    picture = studio.draw(TEXTS[3], seed=4, guidance=2.0, steps=3, top_p=0.9)
+    ids = torch.tensor([[*words.encode(TEXTS[3]), words.eos]])
+    how = Drawing(guidance=2.0, steps=3, sampling=Sampling(top_p=0.9, seed=4))
+    assert same(picture, studio.detokenize(draw(model, ids, torch.tensor([ids.shape[1]]), how))[0])
+    both = studio.draw([TEXTS[1], TEXTS[3]], seed=3, guidance=2.0, steps=3, top_p=0.9)
+    assert same(both[1], picture)  # the second has seed 3 + 1
+    assert len(studio.draw(["", "a dog"], negative="a cat", seed=0)) == 2
+
+
+def test_a_part_is_drawn_anew(studio, folder):
+    ids = studio.tokenize([folder / "a.png"])
+    kept = []
+    plain = studio.detokenize
+    studio.detokenize = lambda found: kept.append(found) or plain(found)
+    studio.inpaint(folder / "a.png", "a dog", (0.0, 0.0, 0.4, 0.4), seed=1)
+    changed = (kept[-1] != ids)[0]
+    assert not changed[2:].any() and not changed[:, 2:].any()  # 0.4 of three codes touches two
+    assert len(studio.vary(folder / "a.png", share=0.0, count=3, seed=2)) == 3
+    assert torch.equal(kept[-1], ids.expand(3, -1, -1))
+
+
+def test_what_cannot_be_is_refused(studio, folder, tmp_path):
+    with pytest.raises(ConfigError, match="box"):
+        studio.inpaint(folder / "a.png", "x", (0.5, 0.0, 0.2, 1.0))
+    with pytest.raises(ConfigError, match="without words"):
+        studio.ask(folder / "a.png", " ")
+    for nothing in (lambda: studio.draw([]), lambda: studio.tokenize([])):
+        with pytest.raises(ConfigError):
+            nothing()
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(ImageError, match=r"broken\.png"):
+        studio.caption(tmp_path / "broken.png")
+    hub.save(studio.model.codec, tmp_path / "codec")
+    with pytest.raises(ConfigError, match="only a unified model"):
+        Studio.load(tmp_path / "codec")
+
+
+def test_from_the_command_line(folder, tmp_path, capsys, studio, monkeypatch):
+    def run(*words) -> int:
+        monkeypatch.setattr("sys.argv", ["vitrail", *map(str, words)])
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    model = ["--model", folder / "model", "--device", "cpu"]
+    assert not run("ask", folder / "a.png", TEXTS[0], TEXTS[1], *model)
+    assert capsys.readouterr().out.splitlines() == "\n".join(studio.ask(folder / "a.png", TEXTS[:2])).splitlines()
+    assert not run("caption", folder / "a.png", folder / "b.png", *model)
+    assert str(folder / "b.png") in capsys.readouterr().out
+    assert not run("draw", "a dog", "-o", tmp_path / "dog.png", "--count", 2, "--seed", 5, *model)
+    assert capsys.readouterr().out.split() == [str(tmp_path / f"dog-{i}.png") for i in (1, 2)]
+    with Image.open(tmp_path / "dog-2.png") as second:
+        assert same(second, studio.draw("a dog", seed=6))
+    for more in (["--box", "0", "0", "0.5", "0.5"], ["--vary", "0.5"]):
+        assert not run("draw", "a dog", "-o", tmp_path / "new.png", "--over", folder / "a.png", *more, *model)
+    assert run("draw", "a dog", "-o", tmp_path / "x.png", "--vary", "0.5", *model)
+    assert "--over goes with" in capsys.readouterr().err
+    assert run("ask", folder / "a.png", *model)
+    assert "no question" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from vitrail.models.unified import Unified
 from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
 
-DESCRIBE = "describe the picture."
+DESCRIBE = "Describe the picture briefly."
 
 
 class Studio:
@@ -81,29 +81,31 @@ class Studio:
 
     # ---- drawings -----------------------------------------------------------------------------------------------
 
-    def draw(
+    def draw(self, prompts: Any, **how: Any) -> Any:
+        """Pictures for prompts: one for one, a list for several. `how` is what `draw_ids` takes."""
+        pictures = self.detokenize(self.draw_ids([prompts] if isinstance(prompts, str) else list(prompts), **how))
+        return pictures[0] if isinstance(prompts, str) else pictures
+
+    def draw_ids(
         self,
-        prompts: Any,
+        prompts: Sequence[str],
         *,
         negative: str | None = None,
         given: tuple[Tensor, Tensor] | None = None,
         progress: Callable[[int, int], Any] = lambda done, of: None,
         seed: int | None = None,
         **how: Any,
-    ) -> Any:
-        """Pictures for prompts: one for one, a list for several. `how` are fields of `Drawing` (guidance, steps,
-        wander) and of `Sampling` (temperature, top_k, top_p). With a seed, prompt i is drawn from seed + i."""
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not asked:
+    ) -> Tensor:
+        """Ids (B, h, w). `how` are fields of `Drawing` (guidance, steps, wander) and of `Sampling` (temperature, top_k,
+        top_p, min_p). With a seed, prompt i is drawn from seed + i."""
+        if not prompts:
             raise ConfigError("nothing to draw", "give a prompt")
         device = self.model.codec.device
         named = {key: how.pop(key) for key in list(how) if key in ("temperature", "top_k", "top_p", "min_p")}
         drawing = Drawing(sampling=Sampling(**named, seed=seed), **how)
-        ids, counts = self._ids(asked, device)
-        against = None if negative is None else self._ids([negative] * len(asked), device)
-        found = draw(self.model, ids, counts, drawing, negative=against, given=given, progress=progress)
-        pictures = self.detokenize(found)
-        return pictures[0] if isinstance(prompts, str) else pictures
+        ids, counts = self._ids(prompts, device)
+        against = None if negative is None else self._ids([negative] * len(prompts), device)
+        return draw(self.model, ids, counts, drawing, negative=against, given=given, progress=progress)
 
     def vary(
         self,

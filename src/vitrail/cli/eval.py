@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
+from vitrail.cli.eval_unified import drawing, questions
 from vitrail.errors import ConfigError, DataError, nearest
 
 Several = Annotated[tuple[str, ...], Parameter(negative="")]
@@ -13,7 +14,8 @@ Widths = Annotated[tuple[int, ...], Parameter(negative="")]
 
 app = App(
     name="eval",
-    help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions.",
+    help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions; or a "
+    "unified one: questions and drawings.",
     help_epilogue="Example: vitrail eval out/clip/final zeroshot --data cifar10",
 )
 
@@ -28,9 +30,9 @@ def evaluate(
     ----------
     model
         A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id; for a probe any model
-        with a picture tower.
+        with a picture tower; for questions and drawing a unified model.
     suite
-        zeroshot, retrieval, probe, winoground or aro.
+        zeroshot, retrieval, probe, winoground, aro, questions or drawing.
     words
         Options of the suite.
     """
@@ -230,3 +232,7 @@ def aro(
     score = pairs.aro(embedder.images(list(made.pixels)), embedder.texts(made.true), embedder.texts(made.false))
     print(f"such as: {made.true[0]!r}, not {made.false[0]!r}")
     show("aro", model, {"preset": preset} | asdict(scenes), [score], embedder, common)
+
+
+app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
+app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")

@@ -92,12 +92,18 @@ def _loaded(name: str, common: Common) -> Any:
 
     from vitrail import hub
 
+    return hub.load(name, dtype=torch.float32, device=device_of(common))
+
+
+def device_of(common: Common) -> str:
+    import torch
+
     device = common.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here", "leave --device out, or say cpu")
-    return hub.load(name, dtype=torch.float32, device=device)
+    return device
 
 
 def open_scenes(preset: str, asked: Scenes, side: int) -> "tuple[SceneSource, Words, str]":
@@ -120,24 +126,33 @@ def open_scenes(preset: str, asked: Scenes, side: int) -> "tuple[SceneSource, Wo
 def show(
     suite: str, model: str, settings: dict[str, Any], scores: "Sequence[Score]", viewer: "Viewer", common: Common
 ) -> None:
+    """What a suite of pictures and texts found: also how pictures were prepared, and how many texts were cut."""
+    cut: int = getattr(viewer, "cut", 0)  # of one that reads texts
+    more = {"pictures_prepared": viewer.preprocessing.plain(), "texts_cut": cut}
+    said = ""
+    if cut:
+        limit = viewer.model.config.text.context
+        said = f"{cut:,} texts were longer than the tower's {limit} tokens, and were cut"
+    tell(suite, model, settings | more, scores, common, said)
+
+
+def tell(
+    suite: str, model: str, settings: dict[str, Any], scores: "Sequence[Score]", common: Common, said: str = ""
+) -> None:
     """Print the table, and write it with its settings where that is asked for."""
     import json
 
     wide, told = max(len(score.title) for score in scores), max(len(str(score)) for score in scores)
     for score in scores:
         print(f"{score.title:{wide}}  {score!s:{told}}  {score.baselines}")
-    cut: int = getattr(viewer, "cut", 0)  # of one that reads texts
-    if cut:
-        limit = viewer.model.config.text.context
-        print(f"{cut:,} texts were longer than the tower's {limit} tokens, and were cut", file=sys.stderr)
+    if said:
+        print(said, file=sys.stderr)
     if common.out is not None:
         found = {
             "suite": suite,
             "model": model,
             "vitrail": __version__,
             **settings,
-            "pictures_prepared": viewer.preprocessing.plain(),
-            "texts_cut": cut,
             "scores": [score.plain for score in scores],
         }
         try:

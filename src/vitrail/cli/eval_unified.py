@@ -1,0 +1,149 @@
+"""`vitrail eval MODEL questions` and `vitrail eval MODEL drawing`: what a unified model reads, and what it draws."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, device_of, tell
+from vitrail.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from vitrail.studio import Studio
+
+KINDS = (
+    "existence_random", "existence_popular", "existence_adversarial", "counting", "colour", "position", "relation",
+    "what", "reading", "unanswerable_colour", "unanswerable_position",
+)  # fmt: skip
+
+
+def questions(
+    model: str,
+    /,
+    *,
+    preset: str = "mixed",
+    kinds: Annotated[tuple[str, ...], Parameter(negative="")] = KINDS,
+    unseen: Annotated[bool, Parameter(negative="--seen")] = False,
+    scenes: Scenes = SCENES,
+    common: Common = COMMON,
+) -> None:
+    """Ask about scenes whose truth is known, beside the best guess without looking.
+
+    Parameters
+    ----------
+    model
+        A unified model: a folder.
+    preset
+        Scenes.
+    kinds
+        Of questions; may be repeated.
+    unseen
+        Ask in paraphrases that training never uses.
+    """
+    import torch
+
+    from vitrail.data.scenes.config import PRESETS
+    from vitrail.data.scenes.library import open_atlas
+    from vitrail.data.scenes.source import ScenesConfig, SceneSource
+    from vitrail.data.words import DRAFTS, Words, balanced
+    from vitrail.evals.suites.talking import answered
+    from vitrail.generate.answers import answer
+
+    for kind in kinds:
+        if kind not in DRAFTS:
+            raise ConfigError(f"there is no kind of question {kind!r}", nearest(kind, DRAFTS))
+    if preset not in PRESETS:
+        raise ConfigError(f"there are no scenes {preset!r}", nearest(preset, PRESETS))
+    studio = _studio(model, common)
+    unified = studio.model
+    scene: dict[str, object] = {"vendors": list(scenes.vendors)} if scenes.vendors else {}
+    config = ScenesConfig(atlas=scenes.atlas, preset=preset, scene=scene, side=unified.codec.size[0], seed=scenes.seed)
+    source = SceneSource(config, open_atlas(scenes.atlas))
+    asked = config.asked()
+    words = Words.of(source.atlas.table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
+    words = balanced(words, source.scenes(torch.arange(2**29, 2**29 + 4096)))
+
+    def answerer(pixels: torch.Tensor, texts: list[str]) -> list[str]:
+        seen, _ = unified.look(unified.codec.pixels(pixels))
+        return [one.text for one in answer(unified, seen, texts, studio.words, max_new=24)]
+
+    scores = answered(answerer, source, words, kinds, scenes.count, held_out=unseen)
+    tell("questions", model, {"preset": preset, "unseen": unseen} | asdict(scenes), scores, common)
+
+
+def drawing(
+    model: str,
+    /,
+    *,
+    judge: str = "judge",
+    count: int = 50,
+    concepts: int | None = None,
+    unseen: Annotated[bool, Parameter(negative="--seen")] = False,
+    guidance: float = 3.0,
+    steps: int = 12,
+    temperature: float = 1.0,
+    seed: int = 0,
+    atlas: str = "emoji",
+    common: Common = COMMON,
+) -> None:
+    """Have prompts of GenEval's six kinds drawn, and a judge look at the drawings.
+
+    Parameters
+    ----------
+    model
+        A unified model: a folder.
+    judge
+        A detector: a folder, or the one that ships with the package.
+    count
+        Prompts of each kind.
+    concepts
+        Only so many of the things that the judge knows; all unless given.
+    unseen
+        Ask in paraphrases that training never uses.
+    guidance
+        How strongly the prompt leads.
+    steps
+        Passes of a model that draws all codes at once.
+    temperature
+        Of the choice of codes.
+    seed
+        Of the prompts and of the drawings.
+    atlas
+        Sprites whose names are asked for: emoji, or a .safetensors file.
+    """
+    import torch
+
+    from vitrail import hub
+    from vitrail.data.scenes.library import open_atlas
+    from vitrail.data.scenes.source import ScenesConfig, SceneSource
+    from vitrail.data.words import Words
+    from vitrail.evals.judge import Judge
+    from vitrail.evals.suites.talking import drawn
+    from vitrail.models.detector import Detector
+
+    studio = _studio(model, common)
+    detector = hub.load(judge, dtype=torch.float32, device=device_of(common))
+    if not isinstance(detector, Detector):
+        raise ConfigError(f"{judge} is a {type(detector).__name__}, and no detector", "give one that `judge` trained")
+    names = detector.config.concepts[:concepts]
+    source = SceneSource(ScenesConfig(atlas=atlas), open_atlas(atlas)).only(names)
+    table = source.atlas.table
+    known = Judge(detector, Words.of(table).to(device_of(common)), table)
+
+    def drawer(texts: list[str], first: int) -> torch.Tensor:
+        how = {"guidance": guidance, "steps": steps, "temperature": temperature}
+        ids = studio.draw_ids(texts, seed=seed + first, **how)
+        return studio.model.codec.bytes(studio.model.pixels(ids))
+
+    scores = drawn(drawer, known, count, seed=seed, held_out=unseen)
+    settings = {
+        "judge": judge, "count": count, "concepts": len(names), "unseen": unseen, "guidance": guidance, "steps": steps,
+        "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    tell("drawing", model, settings, scores, common)
+
+
+def _studio(model: str, common: Common) -> "Studio":
+    from vitrail.studio import Studio
+
+    return Studio.load(model, device=device_of(common))

@@ -1,0 +1,107 @@
+"""Questions about scenes whose truth is known, and drawings that a judge looks at.
+
+B pictures, H, W pixels
+"""
+
+import string
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from vitrail.data.scenes.source import SceneSource
+from vitrail.data.words import Words, ask, baselines, prompts
+from vitrail.data.words.templates import DRAWINGS
+from vitrail.errors import ConfigError
+from vitrail.evals.judge import Judge
+from vitrail.evals.shares import Score, Share
+
+Answerer = Callable[[Tensor, list[str]], list[str]]
+"""pictures uint8 (B, 3, H, W) and a question of each → what is answered"""
+
+Drawer = Callable[[list[str], int], Tensor]
+"""prompts and the number of the first → pictures uint8 (B, 3, H, W)"""
+
+BATCH = 64
+PATIENCE = 200  # batches without enough questions of a kind before it is given up
+GUESSED = 4096  # scenes that what can be had without looking is fitted to, and as many that it is tested on
+NONE = "there is no"  # how an answer begins that refuses the question
+
+
+def plain(text: str) -> str:
+    """What counts of an answer: its words, in small letters."""
+    return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
+
+
+def answered(
+    answerer: Answerer,
+    source: SceneSource,
+    words: Words,
+    kinds: Sequence[str],
+    count: int,
+    *,
+    held_out: bool = False,
+    start: int = 0,
+) -> list[Score]:
+    """The share of right answers of each kind, beside the best guess without looking; and how often what can be
+    answered is refused. An answer is right if it is the true one word for word. `held_out` asks in paraphrases that
+    training never uses."""
+    if count < 1:
+        raise ConfigError(f"{count} questions", "ask at least one")
+    scores, refused, answerable = [], 0, 0
+    for kind in kinds:
+        hits = 0
+        for pixels, questions, answers in _questions(source, words, kind, count, held_out, start):
+            given = [plain(text) for text in answerer(pixels, questions)]
+            hits += sum(a == plain(b) for a, b in zip(given, answers, strict=True))
+            if not kind.startswith("unanswerable"):
+                refused += sum(text.startswith(NONE) for text in given)
+                answerable += len(given)
+        scores.append(Score.counted(kind, Share(hits, count), **_blind(source, words, kind, held_out, start + 2**20)))
+    if answerable:
+        scores.append(Score.counted("refused though it can be answered", Share(refused, answerable)))
+    return scores
+
+
+def _questions(
+    source: SceneSource, words: Words, kind: str, count: int, held_out: bool, start: int
+) -> Iterator[tuple[Tensor, list[str], list[str]]]:
+    """`count` questions of a kind, a batch of scenes at a time: pictures, questions, true answers"""
+    found = 0
+    for batch in range(PATIENCE + count):
+        index = torch.arange(start + batch * BATCH, start + (batch + 1) * BATCH, device=words.concept.device)
+        drawn = source.draw(index)
+        said = ask(words, drawn.scenes, source.config.seed, kind, held_out=held_out)
+        rows = said.valid.nonzero()[: count - found, 0]
+        if len(rows):
+            read = words.pieces.read
+            yield drawn.pixels[rows], read(said.question[rows]), read(said.answer[rows])
+        found += len(rows)
+        if found == count:
+            return
+    raise ConfigError(f"scenes {source.name!r} hardly ever admit a question of kind {kind!r}", "leave the kind out")
+
+
+def _blind(source: SceneSource, words: Words, kind: str, held_out: bool, start: int) -> dict[str, float]:
+    """What the commonest answer and the best reading of the question alone would have."""
+    index = torch.arange(start, start + 2 * GUESSED, device=words.concept.device)
+    said = ask(words, source.scenes(index), source.config.seed, kind, held_out=held_out)
+    return {name: getattr(row, name) for row in baselines(said) for name in ("majority", "blind")}
+
+
+def drawn(drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: bool = False) -> list[Score]:
+    """The share of drawings that the judge takes for what was asked, by GenEval's kinds of prompt, and their mean."""
+    if count < 1:
+        raise ConfigError(f"{count} drawings of each kind", "ask for at least one")
+    scores, hits = [], 0
+    for number, kind in enumerate(DRAWINGS):
+        asked = prompts(judge.words, kind, count, seed, held_out=held_out)
+        texts = judge.words.pieces.read(asked.text)
+        right = []
+        for first in range(0, count, BATCH):
+            rows = slice(first, first + BATCH)
+            pixels = drawer(texts[rows], number * count + first)
+            right.append(judge.right(asked.spec[rows], pixels.to(asked.spec.number.device)))
+        hits += int(torch.cat(right).sum())
+        scores.append(Score.counted(kind, Share(int(torch.cat(right).sum()), count)))
+    return [*scores, Score.counted("all", Share(hits, count * len(DRAWINGS)))]

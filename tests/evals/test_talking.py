@@ -1,0 +1,99 @@
+"""Questions and drawings: who knows the truth is always right, who guesses is as good as the baseline says."""
+
+import pytest
+import torch
+
+from evals.test_judge import shapes
+from vitrail.data.scenes.source import ScenesConfig, SceneSource
+from vitrail.data.words import Words, ask, balanced, prompts
+from vitrail.data.words.templates import DRAWINGS
+from vitrail.errors import ConfigError
+from vitrail.evals.suites import talking
+from vitrail.evals.suites.talking import answered, drawn, plain
+
+KINDS = ("existence_random", "counting", "colour", "unanswerable_colour")
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    config = ScenesConfig(atlas="-", preset="colours", side=24, seed=5, scene={"combinations": "all"})
+    source = SceneSource(config, shapes())
+    return source, balanced(Words.of(source.atlas.table), source.scenes(torch.arange(2**20)[-2000:]))
+
+
+class Oracle:
+    """Knows every question of every kind to these scenes."""
+
+    def __init__(self, source, words, held_out=False):
+        self.known = {}
+        index = torch.arange(2000)
+        for kind in KINDS:
+            said = ask(words, source.scenes(index), 5, kind, held_out=held_out)
+            pixels = source.draw(index).pixels
+            for b in said.valid.nonzero()[:, 0].tolist():
+                question, answer = (words.pieces.read(x[b : b + 1])[0] for x in (said.question, said.answer))
+                self.known[question, pixels[b].sum().item()] = answer
+
+    def __call__(self, pixels, questions):
+        assert pixels.dtype == torch.uint8 and len(pixels) == len(questions)
+        return [self.known[q, p.sum().item()].upper() + "!" for q, p in zip(questions, pixels, strict=True)]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_who_knows_is_right(scenes, held_out, monkeypatch):
+    monkeypatch.setattr(talking, "GUESSED", 200)
+    scores = answered(Oracle(*scenes, held_out), *scenes, KINDS, 70, held_out=held_out)
+    assert [score.name for score in scores[:-1]] == [*KINDS]
+    assert all(score.value == 1 and score.of == 70 for score in scores[:-1])
+    assert all(0 < score.beside["majority"] <= score.beside["blind"] + 0.2 for score in scores[:-1])
+    assert scores[-1].value == 0 and scores[-1].of == 210
+
+
+def test_who_always_refuses(scenes, monkeypatch):
+    monkeypatch.setattr(talking, "GUESSED", 50)
+    scores = answered(lambda _, asked: ["There is no such thing."] * len(asked), *scenes, KINDS[:2], 40)
+    assert [score.value for score in scores] == [0, 0, 1]
+    only = answered(lambda _, asked: ["No"] * len(asked), *scenes, KINDS[:1], 300)
+    assert abs(only[0].value - 0.5) < 0.1
+
+
+def test_kinds_that_scenes_do_not_admit(scenes, monkeypatch):
+    monkeypatch.setattr(talking, "PATIENCE", 1)
+    with pytest.raises(ConfigError, match="hardly ever admit"):
+        answered(lambda _, asked: asked, *scenes, ["reading"], 1)
+    with pytest.raises(ConfigError, match="at least one"):
+        answered(lambda _, asked: asked, *scenes, KINDS, 0)
+
+
+def test_words_are_what_counts():
+    assert plain("  Yes, Two  DOGS. ") == "yes two dogs"
+
+
+class Judge:
+    def __init__(self, words):
+        self.words = words
+
+    def right(self, spec, pixels):
+        return pixels[:, 0, 0, 0] == spec.number.sum(1)
+
+
+def test_drawings_by_kind(scenes, monkeypatch):
+    monkeypatch.setattr(talking, "BATCH", 4)
+    words, seen = scenes[1], []
+    wanted = {
+        text: int(n)
+        for kind in DRAWINGS
+        for asked in [prompts(words, kind, 6, 3)]
+        for text, n in zip(words.pieces.read(asked.text), asked.spec.number.sum(1), strict=True)
+    }
+
+    def drawer(texts, first):
+        seen.append((first, len(texts)))
+        rows = torch.tensor([wanted[text] for text in texts], dtype=torch.uint8)
+        rows = rows + (torch.arange(len(texts)) + first) % 2  # every second is wrong
+        return rows.view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+
+    scores = drawn(drawer, Judge(words), 6, seed=3)
+    assert [score.name for score in scores] == [*DRAWINGS, "all"]
+    assert all(score.value == 0.5 for score in scores) and scores[-1].of == 36
+    assert seen[:3] == [(0, 4), (4, 2), (6, 4)]

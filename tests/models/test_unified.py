@@ -51,6 +51,18 @@ def test_words_alone_are_the_decoder_s(rotary):
         torch.testing.assert_close(model(model.words(ids)), model.decoder.hidden(ids))
 
 
+def test_a_text_decoder_stays_what_it_was():
+    """Rotary positions of three axes that agree are those of one."""
+    text, model = made(rotary=RotaryConfig(16)).decoder, made(rotary=MROPE)
+    with torch.no_grad():
+        for p in text.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    model.decoder.load_state_dict(text.state_dict())
+    ids = torch.randint(0, 50, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(model(model.words(ids)), text.hidden(ids))
+
+
 def test_padding_changes_nothing():
     model = made("masked")
     ids, codes = some(model, n=5)

@@ -95,7 +95,7 @@ class Chance:
         return torch.from_numpy(np.stack([row.random(shape) for row in self._rows])).to(self._device)
 
 
-def _guided(logits: Tensor, guidance: float) -> Tensor:
+def guided(logits: Tensor, guidance: float) -> Tensor:
     """(B or 2B, …) → (B, …): those of the prompts, led away from the others"""
     if guidance == 1:
         return logits.float()
@@ -110,7 +110,7 @@ def _codes(model: Unified, states: Tensor, drawing: Drawing, chance: Chance) -> 
     parts = torch.empty(*states.shape[:2], 0, dtype=torch.long, device=states.device)
     sure = 0.0
     for _ in model.head.sizes:
-        logits = _guided(model.head.logits(states, parts), drawing.guidance)  # (B, N, V)
+        logits = guided(model.head.logits(states, parts), drawing.guidance)  # (B, N, V)
         rolled = chance.roll(N).flatten()
         part = choose(logits.flatten(0, 1), drawing.sampling, rolled).view(logits.shape[:2])
         said = shape(logits.flatten(0, 1), drawing.sampling).log_softmax(-1).view_as(logits)

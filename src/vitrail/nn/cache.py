@@ -96,6 +96,11 @@ class KVCache:
         """Slots that a pass looks at: all that hold a token, and on the first pass the padding beside them."""
         return self._slots.shape[1] if self._first else self.filled
 
+    def rewind(self, lengths: Tensor) -> None:
+        """Forget all but the first so many tokens (B,) of each row; what lay behind them is in the future again."""
+        self.lengths = torch.minimum(lengths.to(self.lengths), self.lengths)
+        self.filled, self.even = int(self.lengths.max()), bool((self.lengths == self.lengths[0]).all())
+
     def clear(self) -> None:
         """Forget every token; the room stays. Old keys and values lie in the future of what comes next."""
         self.lengths = torch.zeros_like(self.lengths)

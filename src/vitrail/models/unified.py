@@ -6,6 +6,7 @@ codes, each in a few groups of digits, one given those before it.
 B batch, L tokens, n tokens of a piece, h × w codes of a picture, N = h·w, W width, d width of a code, G groups
 """
 
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -181,7 +182,7 @@ class Unified(nn.Module):
         span = torch.cat(spans, 1) if any(piece.both for piece in pieces) else None
         segment = torch.cat(segments, 1) if any(piece.real is not None for piece in pieces) else None
         plan = Plan(causal=True, segments=segment, key_segments=segment, spans=span, key_spans=span)
-        ends = tuple(torch.tensor([piece.x.shape[1] for piece in pieces]).cumsum(0).tolist())
+        ends = tuple(accumulate(piece.x.shape[1] for piece in pieces))
         return Laid(x, where[..., 0] if flat else where, plan, ends)
 
     def hidden(self, laid: Laid) -> Tensor:

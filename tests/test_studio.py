@@ -117,5 +117,11 @@ def test_from_the_command_line(folder, tmp_path, capsys, studio, monkeypatch):
         assert not run("draw", "a dog", "-o", tmp_path / "new.png", "--over", folder / "a.png", *more, *model)
     assert run("draw", "a dog", "-o", tmp_path / "x.png", "--vary", "0.5", *model)
     assert "--over goes with" in capsys.readouterr().err
+    assert not run("ask", folder / "a.png", TEXTS[0], "--show", tmp_path / "where.png", *model)
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "where.png")
+    with Image.open(tmp_path / "where.png") as where:
+        assert where.size == (12, 12)
+    assert run("ask", folder / "a.png", TEXTS[0], TEXTS[1], "--show", tmp_path / "where.png", *model)
+    assert "one at a time" in capsys.readouterr().err
     assert run("ask", folder / "a.png", *model)
     assert "no question" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from vitrail.generate.sampling import Sampling
 from vitrail.models.unified import Unified
 from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
+from vitrail.show.looked import losses, overlay
 
 DESCRIBE = "Describe the picture briefly."
 
@@ -78,6 +79,17 @@ class Studio:
     def caption(self, pictures: Any, **more: Any) -> Any:
         """What a picture shows."""
         return self.ask(pictures, DESCRIBE, **more)
+
+    def looked(self, picture: Source, question: str, **more: Any) -> tuple[str, Image.Image]:
+        """The answer, and the picture as it was seen, brightest where the answer comes from. `more` is what
+        `show.looked.losses` takes besides."""
+        said = self.ask(picture, question)
+        codec, eos = self.model.codec, self.words.eos
+        assert eos is not None
+        pixels = Fit().whole(codec).apply(load_image(picture), codec.factor)[0]
+        asked, answered = [*self.words.encode(question), eos], [*self.words.encode(said), eos]
+        lost = losses(self.model, codec.pixels(pixels[None])[0], asked, answered, **more)
+        return said, overlay(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()), lost)
 
     # ---- drawings -----------------------------------------------------------------------------------------------
 

@@ -1,17 +1,22 @@
 """`vitrail ask`, `vitrail caption` and `vitrail draw`: a unified model at work."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from vitrail.errors import ConfigError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 Pictures = Annotated[list[str], Parameter(negative="")]
 
 
-def ask(picture: str, /, *questions: str, model: str, device: str | None = None) -> None:
+def ask(picture: str, /, *questions: str, model: str, show: Path | None = None, device: str | None = None) -> None:
     """Ask a model questions about a picture.
 
     Example: vitrail ask scene.png "how many dogs are there?" --model out/mini/final
@@ -24,15 +29,25 @@ def ask(picture: str, /, *questions: str, model: str, device: str | None = None)
         One or more, each answered by itself.
     model
         A folder with a unified model.
+    show
+        A PNG to write: the picture, brightest where covering it costs the answer most. Of one question.
     device
         cpu, cuda, …; a GPU if there is one.
     """
     if not questions:
         raise ConfigError("there is no question", 'write it behind the picture: "what is this?"')
+    if show is not None and len(questions) > 1:
+        raise ConfigError(f"{len(questions)} questions, and one picture of where it looked", "ask one at a time")
     from vitrail.studio import Studio
 
-    for text in Studio.load(model, device=device).ask(picture, list(questions)):
-        print(text)
+    studio = Studio.load(model, device=device)
+    if show is None:
+        print("\n".join(studio.ask(picture, list(questions))))
+        return
+    with _bar() as progress:
+        text, seen = studio.looked(picture, questions[0], progress=progress)
+    print(text)
+    _write(seen, show)
 
 
 def caption(pictures: Pictures, /, *, model: str, device: str | None = None) -> None:
@@ -113,16 +128,12 @@ def draw(
         raise ConfigError("--over goes with --box or with --vary", "give a picture, and one of the two")
     if count < 1:
         raise ConfigError(f"{count} pictures", "draw at least one")
-    from tqdm import tqdm
-
     from vitrail.studio import Studio
 
     studio = Studio.load(model, device=device)
     how: dict[str, Any] = {"guidance": guidance, "steps": steps, "temperature": temperature, "top_p": top_p}
-    with tqdm(
-        total=1.0, unit="", file=sys.stderr, disable=None, bar_format="{percentage:3.0f}% {bar} {elapsed}"
-    ) as bar:
-        how |= {"negative": negative, "progress": lambda done, of: bar.update(done / of - bar.n)}
+    with _bar() as progress:
+        how |= {"negative": negative, "progress": progress}
         if over is None:
             pictures = studio.draw([prompt] * count, seed=seed, **how)
         elif vary is not None:
@@ -132,9 +143,21 @@ def draw(
             seeds = [None if seed is None else seed + i for i in range(count)]
             pictures = [studio.inpaint(over, prompt, box, seed=one, **how) for one in seeds]
     for number, picture in enumerate(pictures, 1):
-        path = out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}")
-        try:
-            picture.save(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be written: {error}", "give a path that ends with .png") from None
-        print(path)
+        _write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], Any]]:
+    """A progress bar that is told what is done, of how much."""
+    from tqdm import tqdm
+
+    with tqdm(total=1.0, file=sys.stderr, disable=None, bar_format="{percentage:3.0f}% {bar} {elapsed}") as bar:
+        yield lambda done, of: bar.update(done / of - bar.n)
+
+
+def _write(picture: "Image", path: Path) -> None:
+    try:
+        picture.save(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}", "give a path that ends with .png") from None
+    print(path)

@@ -11,12 +11,14 @@ from PIL import Image
 
 from helpers import randomize
 from vitrail.cli import main
+from vitrail.cli.codec import called
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.conv import ConvPairConfig
 from vitrail.codecs.quantizers import BSQConfig, KLConfig
 from vitrail.errors import DataError
 from vitrail.evals.suites.reconstruction import CODED, FILED
 from vitrail.hub import save
+from vitrail.show.strip import AMPLIFIED, difference
 
 NET = ConvPairConfig(widths=(8, 8, 8), layers=1, groups=4, size=(16, 16))
 
@@ -70,6 +72,50 @@ def test_codecs_and_formats_in_one_table(home, tmp_path, monkeypatch, capsys):
     assert found["origin"]["command"].startswith("vitrail codec compare bsq kl --data pictures")
     assert (found["side"], found["limit"], found["batch"]) == (32, 6, 4)
     ET.fromstring(plot.read_text())
+
+
+def test_a_look_says_what_is_continuous_and_shows_differences_as_large_as_it_says(home, tmp_path, monkeypatch, capsys):
+    """Not that it takes no bits."""
+    picture = home / "pictures" / "cats" / "0.png"
+    look = ["vitrail", "codec", "look", picture, "--codec", home / "kl", "--side", 32, "-o", tmp_path / "s.png"]
+    monkeypatch.setattr(sys, "argv", list(map(str, look)))
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "continuous  kl" in capsys.readouterr().out
+    a, b = (Image.new("RGB", (2, 2), (level,) * 3) for level in (100, 110))
+    assert difference(a, b).getpixel((0, 0)) == (round(127.5 + 10 * AMPLIFIED),) * 3
+
+
+def test_absolute_paths_are_shown_by_what_differs(home, tmp_path, monkeypatch, capsys):
+    """A table that is shared tells nobody's folders."""
+    monkeypatch.chdir(home)
+    table = tmp_path / "t.json"
+    words = (home / "bsq", home / "kl", "--data", "pictures", "--side", 32, "--limit", 2, "--lpips", "none")
+    code, out, err = run(monkeypatch, capsys, *words, "-o", table)
+    assert code == 0, err
+    assert [one["name"] for one in json.loads(table.read_text())["rows"]] == ["bsq", "kl"]
+    assert str(home) not in table.read_text() and str(home) not in out
+    assert called(["/a/x/final", "/a/y/final", "out/x", "owner/name"]) == {
+        "/a/x/final": "x/final",
+        "/a/y/final": "y/final",
+        "out/x": "out/x",
+        "owner/name": "owner/name",
+    }
+    assert called(["/a/x"]) == {"/a/x": "x"}
+    assert called(["/a", "/a/x"]) == {"/a": "a", "/a/x": "a/x"}
+
+
+def test_rows_that_were_measured_outlive_a_stop(home, tmp_path, monkeypatch, capsys):
+    def stop(self, coded):
+        raise DataError("the power went", "")
+
+    monkeypatch.setattr("vitrail.evals.coders.CodecCoder.decode", stop)
+    monkeypatch.chdir(home)
+    table = tmp_path / "t.json"
+    words = ("bsq", "--data", "pictures", "--baseline", "jpeg", "--quality", 50, "--lpips", "none", "-o", table)
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code != 0 and "the power went" in err
+    assert [one["name"] for one in json.loads(table.read_text())["rows"]] == ["jpeg q50"]
 
 
 def test_colour_at_both_resolutions(home, tmp_path, monkeypatch, capsys):

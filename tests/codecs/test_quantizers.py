@@ -104,6 +104,15 @@ def test_half_precision_and_a_cast_model(q):
     assert all(loss.dtype == torch.float32 for loss in found.losses.values())
 
 
+def test_buffers_from_a_file_of_half_precision_are_whole(q):
+    """Or running means would stand still, and `lookup` would give another type than it says."""
+    half = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in q.state_dict().items()}
+    kinds = {name: b.dtype for name, b in q.named_buffers()}
+    q.load_state_dict(half, assign=True)
+    assert {name: b.dtype for name, b in q.named_buffers()} == kinds
+    assert all(torch.equal(b, half[name].to(b.dtype)) for name, b in q.named_buffers() if name in half)
+
+
 def test_state_survives_saving(q):
     x = torch.randn(300, q.dim)
     q(x)

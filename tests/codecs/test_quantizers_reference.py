@@ -85,8 +85,9 @@ def test_lfq():
     torch.testing.assert_close(found.losses["entropy"], entropy, rtol=1e-3, atol=2e-2)
 
 
-def test_simvq():
-    ours, peer = SimVQ(codes=64, dim=8), theirs.SimVQ(8, 64)
+@pytest.mark.parametrize("through", ["straight", "rotation"])
+def test_simvq(through):
+    ours, peer = SimVQ(codes=64, dim=8, through=through), theirs.SimVQ(8, 64, rotation_trick=through == "rotation")
     peer.frozen_codebook.copy_(ours.codebook)
     with torch.no_grad():
         peer.code_transform.weight.copy_(ours.matrix)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from vitrail.codecs.quantizers import BSQ, FSQ, LFQ, VQ, GroupedVQ, ResidualVQ, SimVQ, base, usage
 
@@ -161,3 +162,22 @@ def test_not_finite_shows_in_the_loss_where_nobody_looks(monkeypatch):
         found = q(x)
         assert found.codes[2, 1].isnan() and found.codes[0].isfinite().all()
         assert 0 <= found.ids.min() and found.ids[:2].max() < q.sizes[0]
+
+
+def test_simvq_learns_to_use_its_codes():
+    """With rotated gradients vectors shrink into the middle of the table, and fewer codes are used."""
+    torch.manual_seed(0)
+    D, K = 6, 512
+    q = SimVQ(codes=K, dim=D)
+    encoder, decoder = (nn.Sequential(nn.Linear(D, 32), nn.GELU(), nn.Linear(32, D)) for _ in range(2))
+    steps = torch.optim.Adam([*encoder.parameters(), *decoder.parameters(), *q.parameters()], 1e-2)
+    for _ in range(300):
+        x = torch.randn(256, D)
+        found = q(encoder(x))
+        lost = (decoder(found.codes) - x).square().mean()
+        (2 * lost + 0.25 * found.losses["commit"] + found.losses["codebook"]).backward()
+        steps.step()
+        steps.zero_grad()
+    vectors = encoder(torch.randn(4096, D))
+    assert usage(q(vectors).ids).perplexity > 0.8 * K
+    assert vectors.square().mean().sqrt() > 1

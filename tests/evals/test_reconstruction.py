@@ -98,6 +98,23 @@ class Colour:
         return torch.cat([pixels.mean((2, 3)), pixels.std((2, 3))], 1)
 
 
+def test_a_network_sees_the_originals_once():
+    class Counting(Colour):
+        seen = 0
+
+        def __call__(self, pixels):
+            self.seen += len(pixels)
+            return super().__call__(pixels)
+
+    pictures, coder = Shown(smooth(9)), CodecCoder(codec(BSQConfig(bits=28)), "mine")
+    alone, shared = Counting(), Counting()
+    original = reconstruction.features(pictures.batches(4), Colour())
+    first = measure(coder, pictures, batch=4, network=alone).scores["FD-Colour"]
+    again = measure(coder, pictures, batch=4, network=shared, original=original).scores["FD-Colour"]
+    assert (alone.seen, shared.seen) == (18, 9)
+    assert first == again
+
+
 # ---- formats ----------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from vitrail.evals.shares import Score
 from vitrail.evals.suites.reconstruction import CODED, DECODED, ENCODED, FILED, POOLED, Row
 from vitrail.show import style
 from vitrail.show.figure import Dot, Figure, Line, Words, _dashed, check_figure
-from vitrail.show.rates import _labels, _powers, _short, _ticks, _wide, draw_rates, table
+from vitrail.show.rates import _apart, _labels, _powers, _short, _ticks, _wide, draw_rates, table
 
 
 def row(name: str, kind: str, bits: float | None, psnr: float, lpips: float = 0.1, **more) -> Row:
@@ -153,6 +153,21 @@ def test_dashes_are_a_part_of_the_line(points):
     length = sum(math.dist(a, b) for a, b in itertools.pairwise(points))
     drawn = sum(math.dist(a, b) for a, b in _dashed(points, (7.0, 4.0)))
     assert abs(drawn - 7 / 11 * length) <= 7 + 1e-3 * len(points)
+
+
+def test_names_of_near_points_stand_around_them():
+    """Three points in one place push the name of a fourth, further down, nowhere."""
+    points = [((100.0, y), f"codec-{y:g}") for y in (200.0, 202.0, 204.0, 232.0)]
+    words = {s.words: s.at[1] for s in _labels(points, 300) if isinstance(s, Words)}
+    assert words == pytest.approx({"codec-200": 187, "codec-202": 202, "codec-204": 217, "codec-232": 232})
+
+
+@given(st.lists(st.floats(0, 500), min_size=1, max_size=9).map(sorted))
+def test_names_move_as_little_as_can_be(wanted):
+    places = _apart([200 + y for y in wanted])
+    assert all(b - a >= 15 - 1e-6 for a, b in itertools.pairwise(places))
+    if all(b - a >= 15 for a, b in itertools.pairwise(wanted)):
+        assert places == pytest.approx([200 + y for y in wanted])
 
 
 @given(st.lists(st.tuples(st.floats(0, 300), st.floats(0, 50)), min_size=1, max_size=9))

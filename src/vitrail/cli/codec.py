@@ -1,6 +1,8 @@
 """`vitrail codec`: what codecs keep of one picture, and of many beside the formats that everybody has."""
 
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,7 +59,7 @@ def look(
 
     check_picture(out)
     image = load_image(picture)
-    models = {name: load_codec(name, device) for name in dict.fromkeys(codec)}
+    models = {name: load_codec(path, device) for path, name in called(codec).items()}
     size = next(iter(models.values())).size if side is None else (side, side)
     original, kept = None, []
     for name, model in models.items():
@@ -69,7 +71,8 @@ def look(
     assert original is not None
     save_picture(draw_strip(original, kept, picture.name), out)
     for one in kept:
-        print(f"{decibel(original, one.picture):7.2f} dB  {one.bits_per_pixel:8.4f} bits a pixel  {one.name}")
+        bits = f"{one.bits_per_pixel:8.4f} bits a pixel" if one.bits_per_pixel else f"{'continuous':>21}"
+        print(f"{decibel(original, one.picture):7.2f} dB  {bits}  {one.name}")
     print(out)
 
 
@@ -139,7 +142,7 @@ def compare(
     device
         cpu, cuda, …; a GPU if there is one.
     out
-        A JSON file for the table, with all settings.
+        A JSON file for the table, with all settings; it has every row as soon as that is measured.
     plot
         A picture of quality against bits, such as rates.svg or rates.png.
     bits
@@ -150,6 +153,7 @@ def compare(
     from vitrail.data.sources.progress import bar
     from vitrail.evals.baselines import QUALITIES, Baseline
     from vitrail.evals.coders import CodecCoder, Coder
+    from vitrail.evals.metrics.frechet import features
     from vitrail.evals.suites.reconstruction import measure, shown
     from vitrail.show.figure import check_figure
     from vitrail.show.rates import draw_rates, table
@@ -169,7 +173,7 @@ def compare(
         for level in quality or QUALITIES
     ]
     coders: list[Coder] = list(dict.fromkeys(formats))
-    coders += [CodecCoder(load_codec(name, where), name) for name in dict.fromkeys(codecs)]
+    coders += [CodecCoder(load_codec(path, where), name) for path, name in called(codecs).items()]
     chosen: dict[str, Any] = {"side": side, "classes": reader is not None, "seed": seed, "atlas": atlas}
     if probe and part == "train":
         raise ConfigError("a probe is trained on the part train, and tested on another", "leave --part out")
@@ -177,12 +181,18 @@ def compare(
     train = shown(data, part="train", limit=probe, parted=True, **chosen) if probe else None
     networks, missing = _networks(lpips, frechet, where)
     how: dict[str, Any] = {**networks, "missing": missing, "batch": batch, "device": where}
+    if "network" in networks:
+        how["original"] = features((x.to(where) for x in pictures.batches(batch)), networks["network"])
     how["reader"] = _reader(reader, data, pictures, train, batch, where) if reader else None
-    rows = []
+    settings = {"data": data, "part": part, "limit": limit, "side": side, "seed": seed, "atlas": atlas, "batch": batch}
+    settings |= {"reader": called([reader])[reader] if reader else None, "probe": probe}
+    rows: list[Row] = []
     with bar("measuring", len(coders), unit="coder") as progress:
         for coder in coders:
             progress.set_postfix_str(coder.name)
             rows.append(measure(coder, pictures, **how))
+            if out is not None:  # what takes hours is not lost when it is stopped
+                _write(out, settings, rows, where)
             progress.update()
     print(table(rows))
     for row in rows:
@@ -190,9 +200,7 @@ def compare(
             print(f"{row.name} has no {name}: {row.missing[name]}")
     for name, reason in missing.items():
         print(f"no {name}: {reason}")
-    settings = {"data": data, "part": part, "limit": limit, "side": side, "seed": seed, "atlas": atlas, "batch": batch}
     if out is not None:
-        _write(out, settings | {"reader": reader, "probe": probe}, rows, where)
         print(out)
     if plot is not None:
         sides = f"{rows[0].pixels // rows[0].pictures:,} pixels each on average"
@@ -223,6 +231,14 @@ def load_codec(name: str, device: str | None) -> Any:
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"device {device!r} cannot be used: {first}", "try --device cpu") from None
+
+
+def called(models: Iterable[str]) -> dict[str, str]:
+    """What each model is shown as: as it was given, but absolute paths without the folder that holds them all."""
+    given = list(dict.fromkeys(models))
+    absolute = [name for name in given if Path(name).is_absolute()]
+    above = Path(os.path.commonpath([Path(name).parent for name in absolute])) if absolute else Path()
+    return {name: str(Path(name).relative_to(above)) if name in absolute else name for name in given}
 
 
 # ---- what compare needs, and shows ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from vitrail.errors import DataError
@@ -18,6 +19,7 @@ LINES = (style.GOLD, style.GREEN, style.VIOLET, style.RED)  # one a format, in t
 DASHES = {"sheet": (7.0, 4.0), "4:4:4": (2.0, 4.0)}
 NAMED = 10  # codecs whose names stand beside their points; of more, numbers
 STEPS = (1, 2, 2.5, 5, 10)
+ROOM = 15  # from one line of words to the next
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -144,7 +146,7 @@ class _Panel:
             else:
                 y, words = self.y(row.scores[self.measure].value), f"{names[row.name]}, continuous"
                 levels.append(Line([(self.left, y), (self.left + PANEL, y)], style.BLUE, 1.5, (2, 3)))
-                wanted.append(((self.left + PANEL - 11 - _wide(words), y - 10), words))
+                wanted.append(((self.left + PANEL + 30, y - 10), words))  # it ends a little outside
         return [*levels, *_labels(wanted, self.left + PANEL), *dots]
 
     def _whisker(self, row: Row, at: Point, colour: Colour) -> list[Line]:
@@ -155,20 +157,37 @@ class _Panel:
 
 
 def _labels(wanted: Sequence[tuple[Point, str]], edge: float) -> list[Shape]:
-    """Names right of their points, or left where there is no room, and moved down where two would touch."""
+    """Names right of their points, or left where there is no room, and moved where two would touch: those of points
+    above each other as little as can be, up or down, and any others further down."""
     shapes: list[Shape] = []
     taken = [(x - 8, x + 8, y) for (x, y), _ in wanted]  # from, to, at
-    for (x, y), words in sorted(wanted, key=lambda item: item[0][1]):
-        right = x + 11 + _wide(words) <= edge + RIGHT - 4
-        start = x + 11 if right else x - 11 - _wide(words)
-        end, at = start + _wide(words), y
-        while any(start < b and a < end and abs(at - other) < 15 for a, b, other in taken):
-            at += 1
-        taken.append((start, end, at))
-        if at - y > 8:
-            shapes.append(Line([(x, y), (start - 2 if right else end + 2, at)], style.BLUE, 0.75))
-        shapes.append(Words((start, at), words, 13, style.BLUE))
+    columns: dict[float, list[tuple[Point, str]]] = {}
+    for point, words in sorted(wanted, key=lambda item: item[0][1]):
+        columns.setdefault(point[0], []).append((point, words))
+    for column in sorted(columns.values(), key=len, reverse=True):  # a name alone is moved more easily
+        for ((x, y), words), at in zip(column, _apart([y for (_, y), _ in column]), strict=True):
+            right = x + 11 + _wide(words) <= edge + RIGHT - 4
+            start = x + 11 if right else x - 11 - _wide(words)
+            end = start + _wide(words)
+            while any(start < b and a < end and abs(at - other) < ROOM for a, b, other in taken):
+                at += 1
+            taken.append((start, end, at))
+            if abs(at - y) > 8:
+                shapes.append(Line([(x, y), (start - 2 if right else end + 2, at)], style.BLUE, 0.75))
+            shapes.append(Words((start, at), words, 13, style.BLUE))
     return shapes
+
+
+def _apart(wanted: Sequence[float]) -> list[float]:
+    """The nearest to what is wanted, in that order, that is below the head and nowhere closer than a line of words:
+    neighbours that would touch become a block around the mean of what they want."""
+    blocks: list[list[float]] = []
+    for n, y in enumerate(wanted):
+        blocks.append([y - n * ROOM])
+        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    places = [fmean(block) for block in blocks for _ in block]
+    return [max(place, HEAD) + n * ROOM for n, place in enumerate(places)]
 
 
 def _wide(words: str) -> float:

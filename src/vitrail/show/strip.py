@@ -12,7 +12,7 @@ from vitrail.evals.metrics import psnr
 from vitrail.show.style import FAINT, INK, SCALE, SOFT, canvas, finish, font, text
 
 GAP, LINE, TOP = 14, 17, 46
-AMPLIFIED = 4  # times that a difference is shown larger than it is
+AMPLIFIED = 2  # times that a difference is shown larger than it is
 
 
 class Kept(NamedTuple):
@@ -31,7 +31,7 @@ def decibel(a: Image.Image, b: Image.Image) -> float:
 
 def difference(a: Image.Image, b: Image.Image, amplified: float = AMPLIFIED) -> Image.Image:
     """Grey where nothing is lost, brighter or darker by so many times what is."""
-    lost = 127.5 + amplified / 2 * (_levels(b) - _levels(a))
+    lost = 127.5 + amplified * (_levels(b) - _levels(a))
     return Image.fromarray(lost.round().clip(0, 255).astype(np.uint8))
 
 

@@ -47,6 +47,7 @@ class Quantizer(nn.Module, Generic[C]):
         self.dim, self.width = 0, 0
         self.sizes: tuple[int, ...] = ()
         self.radices: tuple[int, ...] = ()
+        self.register_load_state_dict_pre_hook(_whole)
 
     @property
     def bits(self) -> int:
@@ -115,6 +116,14 @@ class Quantizer(nn.Module, Generic[C]):
                 "keep them on the last axis",
             )
         check_range(ids, self.sizes, f"{type(self).__name__}'s ids")
+
+
+def _whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Buffers stay in float32 also where they come from a file whose every weight was cast."""
+    for name, own in module.named_buffers(recurse=False):
+        found = state.get(prefix + name)
+        if found is not None and own.is_floating_point() and found.is_floating_point():
+            state[prefix + name] = found.to(own.dtype)
 
 
 def check_range(ids: Tensor, sizes: tuple[int, ...], what: str) -> None:

@@ -18,9 +18,14 @@ from vitrail.errors import ConfigError
 
 
 class SimVQConfig(Config, tag="simvq", tag_field="kind"):
+    """through  the gradient that passes the choice. Codes lie around the origin here and a matrix can scale all of
+    them, so vectors may fit those in the middle alone, at a large angle to them. There a rotated gradient
+    points elsewhere, nothing drives vectors out again, and a few codes end up in use.
+    """
+
     codes: int
     dim: int
-    through: Through = "rotation"
+    through: Through = "straight"
 
     def __post_init__(self) -> None:
         if self.codes < 1 or self.dim < 1:

@@ -25,7 +25,7 @@ from vitrail.evals.coders import Coder, Unit
 from vitrail.evals.metrics import Estimate, Use, compare, estimate
 from vitrail.evals.metrics.compare import Perceptual
 from vitrail.evals.metrics.estimate import ROUNDS, TAIL
-from vitrail.evals.metrics.frechet import Network
+from vitrail.evals.metrics.frechet import Network, features, frechet_distance
 from vitrail.evals.shares import Score
 from vitrail.evals.suites import sets
 from vitrail.evals.suites.reader import Reader
@@ -174,17 +174,20 @@ def measure(
     device: torch.device | str = "cpu",
     perceptual: Perceptual | None = None,
     network: Network | None = None,
+    original: Tensor | None = None,
     reader: Reader | None = None,
     missing: Mapping[str, str] | None = None,
     rounds: int = ROUNDS,
 ) -> Row:
     """A row, in one pass and a batch at a time; what the reconstructions are measured by lies on `device`. `missing`
-    says why there is no LPIPS, or no Fréchet distance, for people who look for it."""
+    says why there is no LPIPS, or no Fréchet distance, for people who look for it. `original` are the features (N, D)
+    of the pictures themselves, so that the network sees them once and not for every coder."""
     units: list[Unit] = []
     errors: list[Tensor] = []
     counts: list[int] = []
     seconds: dict[str, list[float]] = {ENCODED: [], DECODED: []}
     seen = reader.look() if reader else None
+    through: tuple[list[Tensor], list[Tensor]] = ([], [])  # features of pictures, and of reconstructions
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for x in pictures.batches(batch):
@@ -198,9 +201,17 @@ def measure(
             errors.append((x.double() - y.double()).div(255).square().mean((1, 2, 3)).cpu())
             if seen:
                 seen.add(y)
+            if network is not None:
+                through[1].append(features(y, network))
+                if original is None:
+                    through[0].append(features(x, network))
             yield x, y
 
-    scores = compare(pairs(), perceptual=perceptual, network=network, rounds=rounds)
+    scores = compare(pairs(), perceptual=perceptual, rounds=rounds)
+    if network is not None:
+        first = torch.cat(through[0]) if original is None else original
+        distance = frechet_distance(first.to(device), torch.cat(through[1]).to(device), network.name, paired=True)
+        scores[distance.name] = distance
     kept = coder.done()
     lost = torch.cat(errors)
     mean = estimate(POOLED, lost, rounds=rounds)

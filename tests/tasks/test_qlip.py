@@ -313,8 +313,11 @@ def test_the_encoder_starts_from_another_tower(kind, known, tmp_path):
 
 
 MINE = sorted(
-    path for kind in ("codec", "qlip") for path in recipe.folder().glob(f"**/{kind}-*.toml") if path.parent.name != "sweeps"
-)  # fmt: skip
+    path
+    for kind in ("codec", "qlip")
+    for path in recipe.folder().glob(f"**/{kind}-*.toml")
+    if path.parent.name != "sweeps"
+)
 
 
 @pytest.mark.parametrize("path", MINE, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+import vitrail
 from generate.test_answers import TEXTS, unified
 from vitrail import hub
 from vitrail.cli import main
@@ -27,7 +28,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def studio(folder) -> Studio:
-    return Studio.load(folder / "model", device="cpu")
+    return vitrail.load(folder / "model", device="cpu")
 
 
 def same(a: Image.Image, b: Image.Image) -> bool:

@@ -4,7 +4,7 @@ Importing the package is cheap: rooms load when they are first named, so `vitrai
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -14,11 +14,13 @@ _ROOMS = (
 )  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name == "load":  # a model that reads and draws, ready to hand
+        return importlib.import_module("vitrail.studio").Studio.load
     if name in _ROOMS:
         return importlib.import_module(f"vitrail.{name}")
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}; its rooms are {', '.join(_ROOMS)}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS])
+    return sorted([*globals(), "load", *_ROOMS])

@@ -43,8 +43,10 @@ def test_tokens_there_and_back(studio, folder):
     with torch.no_grad():
         wanted = studio.model.codec.decode(studio.model.codec.lookup(ids))
     assert np.array_equal(np.asarray(pictures[1]), studio.model.codec.bytes(wanted)[1].permute(1, 2, 0).numpy())
-    length = studio.embed([folder / "a.png", folder / "b.png"]).norm(dim=1)
-    torch.testing.assert_close(length, torch.ones(2))
+    found = studio.embed([folder / "a.png", folder / "b.png"])
+    with torch.no_grad():
+        hidden = studio.model(studio.model.shown(studio._look(folder / "b.png")[0]))[0, 1:].mean(0)
+    torch.testing.assert_close(found[1], hidden / hidden.norm())
 
 
 def test_one_or_many(studio, folder):
@@ -66,6 +68,11 @@ def test_a_drawing_is_what_the_model_draws(studio):
     both = studio.draw([TEXTS[1], TEXTS[3]], seed=3, guidance=2.0, steps=3, top_p=0.9)
     assert same(both[1], picture)  # the second has seed 3 + 1
     assert len(studio.draw(["", "a dog"], negative="a cat", seed=0)) == 2
+    wide = [[*words.encode(text), words.eos] for text in (TEXTS[1], "a cat")]
+    asked, against = ((torch.tensor([row]), torch.tensor([len(row)])) for row in wide)
+    how = Drawing(guidance=4.0, steps=3, sampling=Sampling(seed=9))
+    wanted = draw(model, *asked, how, negative=against)
+    assert torch.equal(studio.draw_ids([TEXTS[1]], negative="a cat", guidance=4.0, steps=3, seed=9), wanted)
 
 
 def test_a_part_is_drawn_anew(studio, folder):
@@ -76,6 +83,13 @@ def test_a_part_is_drawn_anew(studio, folder):
     studio.inpaint(folder / "a.png", "a dog", (0.0, 0.0, 0.4, 0.4), seed=1)
     changed = (kept[-1] != ids)[0]
     assert not changed[2:].any() and not changed[:, 2:].any()  # 0.4 of three codes touches two
+    where = torch.zeros(3, 3, dtype=torch.bool)
+    for seed in range(6):
+        studio.inpaint(folder / "a.png", "a dog", (0.7, 0.0, 1.0, 0.6), seed=seed)
+        where |= (kept[-1] != ids)[0]
+    assert where[:2, 2].any() and not where[2].any() and not where[:, :2].any()  # the right column, two rows of it
+    some = [studio.vary(folder / "a.png", share=0.4, count=2, seed=3) and kept[-1] for _ in range(2)]
+    assert torch.equal(*some) and 0 < int((some[0] != ids).flatten(1).sum(1).max()) <= 4
     assert len(studio.vary(folder / "a.png", share=0.0, count=3, seed=2)) == 3
     assert torch.equal(kept[-1], ids.expand(3, -1, -1))
 
@@ -85,9 +99,21 @@ def test_what_cannot_be_is_refused(studio, folder, tmp_path):
         studio.inpaint(folder / "a.png", "x", (0.5, 0.0, 0.2, 1.0))
     with pytest.raises(ConfigError, match="without words"):
         studio.ask(folder / "a.png", " ")
-    for nothing in (lambda: studio.draw([]), lambda: studio.tokenize([])):
+    a = folder / "a.png"
+    for nothing in (
+        lambda: studio.draw([]), lambda: studio.tokenize([]), lambda: studio.ask(a, []), lambda: studio.ask([], "x"),
+        lambda: studio.caption([]), lambda: studio.vary(a, count=0), lambda: studio.vary(a, seed=-1),
+        lambda: studio.ask([a, a], ["x", "y", "z"]),
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
             nothing()
+    assert studio.tokenize(str(a)).shape == studio.tokenize(Image.open(a)).shape == (1, 3, 3)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA"):
+            Studio.load(folder / "model", device="cuda")
+    with pytest.raises(ConfigError, match="end token"):
+        Studio(studio.model, Tokenizer.train(TEXTS, 300, specials=("<x>",), eos=None))
+    assert Studio.load(folder / "model", device=torch.device("cpu")).model.code.weight.dtype == torch.float32
     (tmp_path / "broken.png").write_bytes(b"no picture")
     with pytest.raises(ImageError, match=r"broken\.png"):
         studio.caption(tmp_path / "broken.png")
@@ -116,6 +142,14 @@ def test_from_the_command_line(folder, tmp_path, capsys, studio, monkeypatch):
         assert same(second, studio.draw("a dog", seed=6))
     for more in (["--box", "0", "0", "0.5", "0.5"], ["--vary", "0.5"]):
         assert not run("draw", "a dog", "-o", tmp_path / "new.png", "--over", folder / "a.png", *more, *model)
+    over = ["--over", folder / "a.png", "--box", "0", "0", "1", "1", "--seed", 2, "--count", 2]
+    assert not run("draw", "a dog", "-o", tmp_path / "two.png", *over, *model)
+    with Image.open(tmp_path / "two-2.png") as second:
+        assert same(second, studio.inpaint(folder / "a.png", "a dog", (0, 0, 1, 1), seed=3))
+    capsys.readouterr()
+    for wrong, says in (("x.jpg", "PNG"), ("none/x.png", "no folder")):
+        assert run("draw", "a dog", "-o", tmp_path / wrong, *model)
+        assert says in capsys.readouterr().err
     assert run("draw", "a dog", "-o", tmp_path / "x.png", "--vary", "0.5", *model)
     assert "--over goes with" in capsys.readouterr().err
     assert not run("ask", folder / "a.png", TEXTS[0], "--show", tmp_path / "where.png", *model)

@@ -27,15 +27,22 @@ DESCRIBE = "Describe the picture briefly."
 
 
 class Studio:
-    """`Studio.load(folder)`. One picture or text gives one back, a list a list."""
+    """`vitrail.load(folder)`. Of texts and drawings one asked for gives one, a list a list; tensors have a row each."""
 
     def __init__(self, model: Unified, words: Tokenizer):
-        self.model, self.words = model.eval(), words
+        if words.eos is None:
+            raise ConfigError("texts end with an end token, and the tokenizer has none", "give the model's own")
+        self.model, self.words, self.end = model.eval(), words, words.eos
 
     @classmethod
-    def load(cls, name_or_path: str | Path, *, device: str | None = None) -> "Studio":
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = hub.load(name_or_path, dtype=torch.bfloat16 if device != "cpu" else torch.float32, device=device)
+    def load(cls, name_or_path: str | Path, *, device: str | torch.device | None = None) -> "Studio":
+        """On a GPU, if there is one, in half precision."""
+        there = torch.cuda.is_available()
+        where = torch.device(device or ("cuda" if there else "cpu"))
+        if where.type == "cuda" and not there:
+            raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
+        half = torch.bfloat16 if where.type == "cuda" else torch.float32
+        model = hub.load(name_or_path, dtype=half, device=str(where))
         if not isinstance(model, Unified):
             raise ConfigError(
                 f"{name_or_path} is a {type(model).__name__}, and only a unified model reads and draws",
@@ -45,7 +52,7 @@ class Studio:
 
     # ---- tokens -------------------------------------------------------------------------------------------------
 
-    def tokenize(self, pictures: Sequence[Source]) -> Tensor:
+    def tokenize(self, pictures: Any) -> Tensor:
         """Ids (B, h, w)"""
         return self._look(pictures)[1]
 
@@ -55,7 +62,7 @@ class Studio:
         return [Image.fromarray(one.permute(1, 2, 0).contiguous().numpy()) for one in pixels.cpu()]
 
     @torch.no_grad()
-    def embed(self, pictures: Sequence[Source]) -> Tensor:
+    def embed(self, pictures: Any) -> Tensor:
         """(B, W) of length 1: the mean of what the decoder makes of a picture's codes"""
         hidden = self.model(self.model.shown(self._look(pictures)[0]))[:, 1:]
         return F.normalize(hidden.float().mean(1), dim=-1)
@@ -66,13 +73,14 @@ class Studio:
         """Answers: of one picture to one question, to each of several, or of several pictures to one or to one each.
         `more` is what `generate.answers.answer` takes besides."""
         alone = not isinstance(pictures, list | tuple) and isinstance(questions, str)
-        shown = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
         asked = [questions] if isinstance(questions, str) else list(questions)
-        if len(shown) == 1 or len(asked) == 1:
-            shown, asked = shown * max(1, len(asked) // len(shown)), asked * max(1, len(shown) // len(asked))
-        seen = self._look(shown)[0]
         if not asked or not all(question.strip() for question in asked):
             raise ConfigError("a question without words", "ask something")
+        seen = self._look(pictures)[0]
+        if len(seen) == 1:
+            seen = seen.expand(len(asked), -1, -1, -1)
+        elif len(asked) == 1:
+            asked = asked * len(seen)
         texts = [one.text for one in answer(self.model, seen, asked, self.words, **more)]
         return texts[0] if alone else texts
 
@@ -84,10 +92,9 @@ class Studio:
         """The answer, and the picture as it was seen, brightest where the answer comes from. `more` is what
         `show.looked.losses` takes besides."""
         said = self.ask(picture, question)
-        codec, eos = self.model.codec, self.words.eos
-        assert eos is not None
+        codec, end = self.model.codec, self.end
         pixels = Fit().whole(codec).apply(load_image(picture), codec.factor)[0]
-        asked, answered = [*self.words.encode(question), eos], [*self.words.encode(said), eos]
+        asked, answered = [*self.words.encode(question), end], [*self.words.encode(said), end]
         lost = losses(self.model, codec.pixels(pixels[None])[0], asked, answered, **more)
         return said, overlay(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()), lost)
 
@@ -130,6 +137,8 @@ class Studio:
         **how: Any,
     ) -> list[Image.Image]:
         """Variations of a picture, of whose codes a share is drawn anew."""
+        if count < 1:
+            raise ConfigError(f"{count} variations", "ask for at least one")
         ids = self.tokenize([picture]).expand(count, -1, -1)
         return self.draw([prompt] * count, given=varied(ids, share, seed), seed=seed, **how)
 
@@ -145,19 +154,20 @@ class Studio:
         columns = (column + 1 > x0 * w) & (column < x1 * w)
         return self.draw([prompt], given=(ids, ~(rows[:, None] & columns)[None]), **how)[0]
 
-    def _look(self, pictures: Sequence[Source]) -> tuple[Tensor, Tensor]:
-        if not len(pictures):
+    def _look(self, pictures: Any) -> tuple[Tensor, Tensor]:
+        """One picture, or a list of them"""
+        shown = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
+        if not shown:
             raise ConfigError("no picture", "give at least one")
         codec = self.model.codec
         fit = Fit().whole(codec)
-        pixels = [fit.apply(load_image(picture), codec.factor)[0] for picture in pictures]
+        pixels = [fit.apply(load_image(picture), codec.factor)[0] for picture in shown]
         return self.model.look(codec.pixels(torch.stack(pixels)))
 
     def _ids(self, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
         """(B, n) and (B,): each with its end; an empty text has no token at all"""
-        assert self.words.eos is not None
-        rows = [[*self.words.encode(text), self.words.eos] if text.strip() else [] for text in texts]
-        ids = torch.full((len(rows), max(map(len, rows))), self.words.eos)
+        rows = [[*self.words.encode(text), self.end] if text.strip() else [] for text in texts]
+        ids = torch.full((len(rows), max(map(len, rows))), self.end)
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         return ids.to(device), torch.tensor([len(row) for row in rows], device=device)

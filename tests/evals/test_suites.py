@@ -16,7 +16,7 @@ from vitrail.data.words import Words
 from vitrail.errors import ConfigError, DataError
 from vitrail.evals.shares import Share
 from vitrail.evals.suites.pairs import aro, captioned, twins, winoground
-from vitrail.evals.suites.probe import fit, loss, probe
+from vitrail.evals.suites.probe import STRENGTHS, fit, loss, probe
 from vitrail.evals.suites.retrieval import both_ways, by_chance, ranks, retrieval
 from vitrail.evals.suites.zeroshot import TEMPLATES, classifier, zeroshot
 
@@ -194,6 +194,19 @@ def test_a_feature_that_never_changes_does_no_harm():
     with_one = (torch.cat([part, torch.full((len(part), 1), 7.0)], 1) for part in (x, u))
     a, b = next(with_one), next(with_one)
     assert probe(a, y, b, v, "abc").scores[0] == probe(x, y, u, v, "abc").scores[0]
+
+
+def test_a_probe_does_not_stop_at_ties():
+    """Strong penalties that all leave the commonest answer say nothing of weaker ones."""
+    torch.manual_seed(0)
+    y = (torch.rand(2000) < 0.1).long()
+    x = torch.randn(2000, 8)
+    x[:, 0] = y * 0.02 + torch.randn(2000) * 1e-4
+    x[::2, 0] += 5  # its deviation hides what it says
+    x = torch.cat([x, x[:, :1] * 0 + (torch.arange(2000) % 2)[:, None] * 5.0], 1)
+    found = probe(x[:1500], y[:1500], x[1500:], y[1500:], ["no", "yes"])
+    assert len(found.tried) > 3 and found.scores[0].value > 0.99
+    assert all(strength in STRENGTHS for strength in found.tried)
 
 
 # ---- pairs ------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Judge:
 
 
 def test_drawings_by_kind(scenes, monkeypatch):
-    monkeypatch.setattr(talking, "BATCH", 4)
+    monkeypatch.setattr(talking, "BATCH", 64)
     words, seen = scenes[1], []
     wanted = {
         text: int(n)
@@ -93,7 +93,7 @@ def test_drawings_by_kind(scenes, monkeypatch):
         rows = rows + (torch.arange(len(texts)) + first) % 2  # every second is wrong
         return rows.view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
 
-    scores = drawn(drawer, Judge(words), 6, seed=3)
+    scores = drawn(drawer, Judge(words), 6, seed=3, batch=4)
     assert [score.name for score in scores] == [*DRAWINGS, "all"]
     assert all(score.value == 0.5 for score in scores) and scores[-1].of == 36
     assert seen[:3] == [(0, 4), (4, 2), (6, 4)]

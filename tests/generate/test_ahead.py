@@ -83,6 +83,9 @@ def test_who_guesses_all_saves_passes():
     how = Drawing(guidance=1.0, sampling=Sampling(seed=1))
     found = draw_ahead(model, model, prompts, counts, how, ahead=3)
     assert found.kept == 1 and found.passes == 1  # three kept and one more: four codes
+    model.train()
+    draw_ahead(model, model, prompts, counts, how)
+    assert model.training
 
 
 def test_what_cannot_be_is_refused():

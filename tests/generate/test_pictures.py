@@ -12,6 +12,7 @@ from models.test_unified import made, some
 from vitrail.errors import ConfigError
 from vitrail.generate.pictures import Drawing, draw, varied
 from vitrail.generate.sampling import GREEDY, Sampling
+from vitrail.models.unified import HIDDEN
 
 WAYS = ["raster", "masked"]
 PLAIN = Drawing(guidance=1.0, sampling=Sampling(seed=3))
@@ -120,6 +121,54 @@ def test_one_pass_of_greedy_is_what_is_likeliest():
     ids = draw(model, prompts, counts, Drawing(guidance=1.0, steps=1, sampling=GREEDY))
     hidden = torch.ones_like(codes, dtype=torch.bool)
     assert torch.equal(said(model, prompts, counts, codes, hidden).argmax(-1), ids.flatten(1))
+
+
+def test_the_surest_stay():
+    """Of one pass, those that are settled are the likeliest of what was chosen; with much chance they are any."""
+    model = made("masked", groups=1)
+    with torch.no_grad():
+        model.marks.weight[HIDDEN].normal_(std=3)
+    prompts, counts, codes = asked(model)
+    hidden = torch.ones_like(codes, dtype=torch.bool)
+    sure = said(model, prompts, counts, codes, hidden).amax(-1)  # (B, N) of the greedy choice
+    seen, plain = [], model.drawn
+    model.drawn = lambda ids, hidden=None: seen.append(hidden) or plain(ids, hidden)
+    draw(model, prompts, counts, Drawing(guidance=1.0, steps=2, sampling=GREEDY, wander=0.0))
+    left = seen[1].flatten(1)  # ⌈cos(π/4) · 9⌉ = 7 are still hidden
+    for row in range(2):
+        assert sure[row][~left[row]].min() >= sure[row][left[row]].max()
+    chosen = set()
+    for seed in range(8):
+        seen.clear()
+        draw(model, prompts, counts, Drawing(guidance=1.0, steps=2, sampling=Sampling(temperature=0.0, seed=seed)))
+        chosen.add(tuple(seen[1].flatten().tolist()))
+    assert len(chosen) > 1
+
+
+@pytest.mark.parametrize("order", WAYS)
+def test_what_is_drawn_anew_is_drawn_afresh(order):
+    """The same seed says which codes are drawn anew and what they become, by numbers of their own."""
+    model = made(order, groups=1, side=32)
+    with torch.no_grad():
+        for p in model.head.parameters():
+            p.zero_()  # every code is as likely as any other
+    prompts, counts = torch.zeros(60, 0, dtype=torch.long), torch.zeros(60, dtype=torch.long)
+    codes = torch.zeros(60, 8, 8, dtype=torch.long)
+    given = varied(codes, 0.25, 5)
+    found = draw(model, prompts, counts, Drawing(guidance=1.0, steps=1, sampling=Sampling(seed=5)), given=given)
+    fresh = found[~given[1]].double()
+    assert len(fresh) == 60 * 16 and abs(fresh.mean() - 5.5) < 0.5  # of 0 … 11
+
+
+def test_given_and_negative_fit():
+    model = made("masked")
+    prompts, counts, codes = asked(model)
+    with pytest.raises(ConfigError, match="2 prompts, and 1"):
+        draw(model, prompts, counts, PLAIN, given=(codes[:1], codes[:1] > 0))
+    with pytest.raises(ConfigError, match="leads away from nothing"):
+        draw(model, prompts, counts, PLAIN, negative=(prompts, counts))
+    with pytest.raises(ConfigError, match="seed"):
+        varied(codes, 0.5, -1)
 
 
 def test_without_a_word():

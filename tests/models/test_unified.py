@@ -5,7 +5,7 @@ import torch
 
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.codecs.codec import CodecConfig
-from vitrail.codecs.quantizers import BSQ, FSQ, VQ, Continuous, ResidualVQ
+from vitrail.codecs.quantizers import BSQ, FSQ, IBQ, VQ, Continuous, ResidualVQ, SimVQ
 from vitrail.codecs.vit import ViTPairConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError
@@ -188,6 +188,27 @@ def test_gradients_reach_all_but_the_codec():
     loss.backward()
     for name, p in model.named_parameters():
         assert (p.grad is None) == name.startswith("codec."), name
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        VQ.Config(codes=8, dim=2, start=0, revive=0.5),
+        VQ.Config(codes=8, dim=2, learn="gradient"),
+        SimVQ.Config(codes=8, dim=2),
+        IBQ.Config(codes=8, dim=2),
+    ],
+)
+def test_no_codebook_learns(quantizer):
+    """Neither by a gradient nor by running means, in training and whatever a stage trains."""
+    model = made(quantizer=quantizer, groups=1).train()
+    before = {name: t.clone() for name, t in model.codec.state_dict().items()}
+    ids, _ = some(model)
+    _, codes = model.look(torch.rand(2, 3, 12, 12) * 2 - 1)
+    laid = model.lay(model.words(ids), model.drawn(codes))
+    model.code_losses(model.drawing_states(laid, model.hidden(laid)), codes.flatten(1)).sum().backward()
+    assert all(p.grad is None for p in model.codec.parameters())
+    assert all(torch.equal(t, before[name]) for name, t in model.codec.state_dict().items())
 
 
 def test_a_codebook_s_codes_are_read_as_they_lie():

@@ -15,7 +15,7 @@ from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.talks import QUESTIONS, SceneTalks, talks
 from vitrail.data.text import TextConfig, TextWindows
-from vitrail.data.views import PLAIN, views
+from vitrail.data.views import PLAIN, ViewsConfig, views
 from vitrail.data.words import ask_several
 from vitrail.errors import ConfigError
 from vitrail.models.unified import Unified
@@ -119,6 +119,42 @@ def test_wishes_say_what_is_there(scenes, words):
     for b in range(20):
         assert ids[b, : counts[b]].tolist() == [*words.encode(texts[b]), words.eos]
     assert len(set(texts)) > 10
+
+
+def test_a_prompt_that_is_cut_keeps_its_end(scenes, words):
+    made = task(scenes, words)
+    made.prompt["drawn"] = 4
+    _, ids, counts = made._wish("drawn", torch.arange(10))
+    assert (ids[:, -1] == words.eos).all() and (counts == 4).all()
+
+
+def test_weights_z_and_views(scenes, words):
+    source = named(views=ViewsConfig(area=(0.2, 0.4), shift=0.5))
+    made = UnifiedTask(
+        unified(), {"named": source, "d": scenes}, words,
+        UnifiedSettings(draw=("d",), weights={"draw": 3.0}, z=0.0),
+    )  # fmt: skip
+    assert made.weights == {"read": 1.0, "draw": 3.0}
+    made.model.eval()
+    shown = made._talk("named", torch.arange(4))[0]
+    assert torch.equal(shown, views(source.pixels(torch.arange(4)), PLAIN.with_(side=12)))
+    made.model.train()
+    assert not torch.equal(shown, made._talk("named", torch.arange(4))[0])
+    made.model.eval()
+    batch = {"d": torch.arange(3)}
+    losses = []
+    for z in (0.0, 0.1):
+        made.settings = made.settings.with_(z=z)
+        torch.manual_seed(0)
+        losses.append(made(batch)["draw"])
+    assert losses[1] > losses[0] + 0.01
+
+
+def test_what_is_never_learnt_is_refused(scenes, words):
+    with pytest.raises(ConfigError, match=r"not one has an answer within 8 tokens"):
+        task(scenes, words, length=8, questions=1, kinds=("choice_object",))
+    with pytest.raises(ConfigError, match="'scenes' not one"):
+        task(scenes, words, questions=1, kinds=("reading",))
 
 
 def test_prompts_are_left_out_in_training_alone(scenes, words):

@@ -67,7 +67,7 @@ def questions(
         seen, _ = unified.look(unified.codec.pixels(pixels))
         return [one.text for one in answer(unified, seen, texts, studio.words, max_new=24)]
 
-    scores = answered(answerer, source, words, kinds, scenes.count, held_out=unseen)
+    scores = answered(answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch)
     tell("questions", model, {"preset": preset, "unseen": unseen} | asdict(scenes), scores, common)
 
 
@@ -135,7 +135,7 @@ def drawing(
         ids = studio.draw_ids(texts, seed=seed + first, **how)
         return studio.model.codec.bytes(studio.model.pixels(ids))
 
-    scores = drawn(drawer, known, count, seed=seed, held_out=unseen)
+    scores = drawn(drawer, known, count, seed=seed, held_out=unseen, batch=common.batch)
     settings = {
         "judge": judge, "count": count, "concepts": len(names), "unseen": unseen, "guidance": guidance, "steps": steps,
         "temperature": temperature, "seed": seed,

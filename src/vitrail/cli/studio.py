@@ -38,6 +38,8 @@ def ask(picture: str, /, *questions: str, model: str, show: Path | None = None, 
         raise ConfigError("there is no question", 'write it behind the picture: "what is this?"')
     if show is not None and len(questions) > 1:
         raise ConfigError(f"{len(questions)} questions, and one picture of where it looked", "ask one at a time")
+    if show is not None:
+        _check(show)
     from vitrail.studio import Studio
 
     studio = Studio.load(model, device=device)
@@ -128,6 +130,7 @@ def draw(
         raise ConfigError("--over goes with --box or with --vary", "give a picture, and one of the two")
     if count < 1:
         raise ConfigError(f"{count} pictures", "draw at least one")
+    _check(out)
     from vitrail.studio import Studio
 
     studio = Studio.load(model, device=device)
@@ -155,9 +158,17 @@ def _bar() -> Iterator[Callable[[int, int], Any]]:
         yield lambda done, of: bar.update(done / of - bar.n)
 
 
+def _check(path: Path) -> None:
+    """Before anything is drawn."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"{path} is no name of a PNG", "let it end with .png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", "make it first")
+
+
 def _write(picture: "Image", path: Path) -> None:
     try:
         picture.save(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}", "give a path that ends with .png") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}", "give another path") from None
     print(path)

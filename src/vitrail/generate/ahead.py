@@ -89,6 +89,7 @@ def draw_ahead(
     N, sampling = h * w, drawing.sampling
     if drawing.guidance != 1:
         prompts, counts = torch.cat([prompts, prompts]), torch.cat([counts, torch.zeros_like(counts)])
+    modes = model.training, draft.training
     large, small = (_Side(side.eval(), prompts, counts, drawing.guidance) for side in (model, draft))
     chance = Chance(B, sampling.seed, device)
     ids = torch.zeros(B, N + ahead + 1, dtype=torch.long, device=device)  # with room for what is proposed past the end
@@ -120,6 +121,8 @@ def draw_ahead(
         done = done + more
         for side in (large, small):
             side.keep(done)
+    model.train(modes[0])
+    draft.train(modes[1])
     return Ahead(ids[:, :N].view(B, h, w), passes, kept / max(proposed, 1))
 
 

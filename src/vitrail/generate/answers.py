@@ -4,7 +4,6 @@ B rows, n tokens of the longest question, h × w codes
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,10 +54,9 @@ def answer(
     *,
     max_new: int = 64,
     sampling: Sampling = GREEDY,
-    **more: Any,
+    stop_strings: Sequence[str] = (),
 ) -> list[Written]:
-    """What the model says to each question about its picture: `seen` (B, h, w, ·), or about none. `more` is what
-    `generate` takes besides."""
+    """What the model says to each question about its picture: `seen` (B, h, w, ·), or about none."""
     if seen is not None and len(seen) != len(questions):
         raise ConfigError(f"{len(seen)} pictures and {len(questions)} questions", "give a picture for each question")
     if tokenizer.eos is None:
@@ -71,6 +69,6 @@ def answer(
         sampling=sampling,
         tokenizer=tokenizer,
         stop_ids=[tokenizer.eos],
+        stop_strings=stop_strings,
         stepper=lambda _decoder, rows, _capacity: Reading(model, seen, rows),
-        **more,
     )

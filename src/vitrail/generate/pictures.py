@@ -66,6 +66,10 @@ def draw(
     drawing = drawing or Drawing()
     h, w = model.grid if given is None else given[0].shape[1:]
     B, device = len(prompts), prompts.device
+    if given is not None and not len(given[0]) == len(given[1]) == B:
+        raise ConfigError(f"{B} prompts, and {len(given[0])} pictures that are given", "give one for each prompt")
+    if negative is not None and drawing.guidance == 1:
+        raise ConfigError("a guidance of 1 leads away from nothing", "leave the negative prompt out, or raise guidance")
     ids = torch.zeros(B, h, w, dtype=torch.long, device=device) if given is None else given[0].clone()
     open_ = torch.ones_like(ids, dtype=torch.bool) if given is None else ~given[1]
     if drawing.guidance != 1:
@@ -84,10 +88,12 @@ def draw(
 
 
 class Chance:
-    """A stream of numbers in [0, 1) a row: row i has the seed `seed + i`."""
+    """A stream of numbers in [0, 1) a row: row i has the seed `seed + i`. Streams of another `use` are others."""
 
-    def __init__(self, rows: int, seed: int | None, device: torch.device):
-        self._rows = [np.random.default_rng(None if seed is None else seed + i) for i in range(rows)]
+    def __init__(self, rows: int, seed: int | None, device: torch.device, use: int = 0):
+        if seed is not None and seed < 0:
+            raise ConfigError(f"a seed of {seed}", "give 0 or more")
+        self._rows = [np.random.default_rng(None if seed is None else [seed + i, use]) for i in range(rows)]
         self._device = device
 
     def roll(self, *shape: int) -> Tensor:
@@ -177,5 +183,5 @@ def varied(ids: Tensor, share: float, seed: int | None = None) -> tuple[Tensor, 
     if not 0 <= share <= 1:
         raise ConfigError(f"a share of {share:g} to be drawn anew", "give 0 … 1")
     B, h, w = ids.shape
-    rank = Chance(B, seed, ids.device).roll(h * w).argsort(1).argsort(1)
+    rank = Chance(B, seed, ids.device, use=1).roll(h * w).argsort(1).argsort(1)
     return ids, (rank >= round(share * h * w)).view(B, h, w)

@@ -104,6 +104,11 @@ class Unified(nn.Module):
         """Parts that learn nothing here, and must come from elsewhere."""
         return ("codec",)
 
+    def train(self, mode: bool = True) -> "Unified":
+        super().train(mode)
+        self.codec.eval()  # its codebook's running means, too, stay as they are
+        return self
+
     @property
     def grid(self) -> tuple[int, int]:
         """Codes of the pictures that the codec was made for."""
@@ -147,7 +152,7 @@ class Unified(nn.Module):
     def drawn(self, ids: Tensor, hidden: Tensor | None = None) -> Piece:
         """A picture to be drawn, as far as it is: ids (B, h, w), `hidden` (B, h, w) where there is no code yet"""
         codes = self.codec.quantizer.lookup(ids.where(~hidden, 0) if hidden is not None else ids)
-        x = self.code(codes.to(self.code.weight.dtype))
+        x = self.code(codes.detach().to(self.code.weight.dtype))
         if hidden is not None:
             x = torch.where(hidden[..., None], self.marks.weight[HIDDEN], x)
         return self._picture(DRAW, x, both=self.config.order == "masked")

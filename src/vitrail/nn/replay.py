@@ -41,11 +41,13 @@ class Replayed(Generic[T]):
         if key not in self._recorded:
             if not B or len(self._recorded) == MOST:
                 return self.make(index)
-            self._recorded[key] = self._record(index, key[1])
+            with torch.cuda.device(index.device):
+                self._recorded[key] = self._record(index, key[1])
         held = self._recorded[key]
-        held.index[:B].copy_(index)  # numbers beyond are those of an earlier call: samples like any other
-        held.graph.replay()
-        return _copied(held.made, B)
+        with torch.cuda.device(index.device):
+            held.index[:B].copy_(index)  # numbers beyond are those of an earlier call: samples like any other
+            held.graph.replay()
+            return _copied(held.made, B)
 
     def _record(self, index: Tensor, count: int) -> _Recorded:
         static = index[-1:].repeat(count)
@@ -57,7 +59,7 @@ class Replayed(Generic[T]):
                 self.make(static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             made = self.make(static)
         torch.cuda.set_rng_state(chance, index.device)
         return _Recorded(graph, static, made)

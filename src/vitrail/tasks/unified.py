@@ -27,6 +27,7 @@ from vitrail.train.task import Batch
 
 TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
 IGNORED = -100
+TRIED = 32  # samples of a source that are looked at before training
 
 
 class UnifiedSettings(Config):
@@ -88,6 +89,18 @@ class UnifiedTask:
             self.prompt[name] = told.longest(table)[1]
         h, w = model.grid
         self.codes, self.side = h * w, model.codec.size[0]
+        for name in self.talks:
+            if name not in settings.draw:
+                self._refuse_nothing(name, len(shown[name]))
+
+    def _refuse_nothing(self, name: str, count: int) -> None:
+        """What is never learnt would look perfect."""
+        index = torch.arange(min(count, TRIED))
+        if not bool((self._talk(name, index)[2] != IGNORED).any()):
+            raise ConfigError(
+                f"of {len(index)} talks about {name!r} not one has an answer within {self.settings.length} tokens",
+                "allow a greater length, or kinds of questions that its scenes admit",
+            )
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
@@ -167,6 +180,7 @@ class UnifiedTask:
         asked = self.talks[name].wish(index)
         L = self.prompt[name]
         ids, length = self._on(index.device, name).write(asked.rows, L, self.end, check=False)
+        ids[:, -1] = torch.where(length > L, self.end, ids[:, -1])  # a prompt that is cut keeps its end
         dropped = torch.rand(len(index), device=index.device) < self.settings.drop * self.model.training
         return self._viewed(name, asked.pixels), ids, length.clamp(max=L) * ~dropped
 

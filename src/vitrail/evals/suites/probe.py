@@ -86,12 +86,12 @@ def probe(
     held, kept = order[: len(x) // 10], order[len(x) // 10 :]
     tried: dict[float, Share] = {}
     best, linear, found = STRENGTHS[0], None, None
-    for place, strength in enumerate(STRENGTHS):
+    for strength in STRENGTHS:
         linear = fit(x[kept], train_labels[kept], C, strength, start=linear, steps=TRIAL)
         tried[strength] = _right(linear, x[held], train_labels[held])
         if found is None or tried[strength].value > tried[best].value:  # of equals the strongest
             best, found = strength, linear
-        if place - STRENGTHS.index(best) == 2:
+        if len(tried) > 2 and all(share.value < tried[best].value for share in list(tried.values())[-2:]):
             break
     final = fit(x, train_labels, C, best, start=found)
     # What always answering the training part's commonest class scores on the test part.

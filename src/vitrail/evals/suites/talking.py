@@ -42,6 +42,7 @@ def answered(
     *,
     held_out: bool = False,
     start: int = 0,
+    batch: int = BATCH,
 ) -> list[Score]:
     """The share of right answers of each kind, beside the best guess without looking; and how often what can be
     answered is refused. An answer is right if it is the true one word for word. `held_out` asks in paraphrases that
@@ -52,7 +53,10 @@ def answered(
     for kind in kinds:
         hits = 0
         for pixels, questions, answers in _questions(source, words, kind, count, held_out, start):
-            given = [plain(text) for text in answerer(pixels, questions)]
+            given = []
+            for first in range(0, len(questions), batch):
+                rows = slice(first, first + batch)
+                given += [plain(text) for text in answerer(pixels[rows], questions[rows])]
             hits += sum(a == plain(b) for a, b in zip(given, answers, strict=True))
             if not kind.startswith("unanswerable"):
                 refused += sum(text.startswith(NONE) for text in given)
@@ -89,7 +93,9 @@ def _blind(source: SceneSource, words: Words, kind: str, held_out: bool, start: 
     return {name: getattr(row, name) for row in baselines(said) for name in ("majority", "blind")}
 
 
-def drawn(drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: bool = False) -> list[Score]:
+def drawn(
+    drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: bool = False, batch: int = BATCH
+) -> list[Score]:
     """The share of drawings that the judge takes for what was asked, by GenEval's kinds of prompt, and their mean."""
     if count < 1:
         raise ConfigError(f"{count} drawings of each kind", "ask for at least one")
@@ -98,8 +104,8 @@ def drawn(drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: 
         asked = prompts(judge.words, kind, count, seed, held_out=held_out)
         texts = judge.words.pieces.read(asked.text)
         right = []
-        for first in range(0, count, BATCH):
-            rows = slice(first, first + BATCH)
+        for first in range(0, count, batch):
+            rows = slice(first, first + batch)
             pixels = drawer(texts[rows], number * count + first)
             right.append(judge.right(asked.spec[rows], pixels.to(asked.spec.number.device)))
         hits += int(torch.cat(right).sum())

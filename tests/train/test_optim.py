@@ -109,6 +109,76 @@ def test_steps_too_small_for_bf16_are_not_lost():
     assert torch.equal(model.weight, torch.full((4, 4), 0.99).bfloat16())
 
 
+# ---- Muon -------------------------------------------------------------------------------------------------------
+
+
+def blocks(seed=0, dtype=torch.float32):
+    block = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=24), norm="rms")
+    config = DecoderConfig(vocab=30, layers=2, block=block, rotary=RotaryConfig(8))
+    return randomize(Decoder(config), seed).to(dtype)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch < 2.9 has none")
+def test_muon_is_torchs():
+    """Matrices of blocks by torch's Muon, the rest by its AdamW."""
+    ours, theirs = blocks(), blocks()
+    optimizer = Optimizer(ours, OptimConfig(kind="muon", lr=3e-2, betas=(0.9, 0.95), decay=0.1, clip=0))
+    named = dict(theirs.named_parameters())
+    inner = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
+    assert len(inner) == 8
+    muon = torch.optim.Muon(list(inner.values()), lr=3e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    rest = [p for name, p in named.items() if name not in inner]
+    vectors = [
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0},
+        {"params": [p for p in rest if p.ndim > 1]},
+    ]
+    adamw = torch.optim.AdamW(vectors, lr=3e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(6):
+        for model in (ours, theirs):
+            give_gradients(model, step)
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    for name, p in ours.named_parameters():
+        # Steps are rounded to bf16, and products of several matrices at once may add in another order.
+        torch.testing.assert_close(p, named[name], rtol=0, atol=2e-2 if name in inner else 1e-6)
+        assert relative(p - blocks().get_parameter(name), named[name] - blocks().get_parameter(name)) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 4), (2, 5, 9), (1, 9, 5), (4, 1, 7)])
+def test_what_is_orthogonal(shape):
+    torch.manual_seed(0)
+    found = optim.orthogonal(torch.randn(shape)).float()
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.3 and values.max() < 1.4
+    assert not optim.orthogonal(torch.zeros(shape)).any()
+
+
+def test_muon_refuses_what_has_no_blocks():
+    with pytest.raises(ConfigError, match="matrices of blocks"):
+        Optimizer(net(), OptimConfig(kind="muon", lr=1e-3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_goes_on_bit_for_bit(dtype):
+    config = OptimConfig(kind="muon", lr=1e-2)
+    whole, first = blocks(dtype=dtype), blocks(dtype=dtype)
+    one, two = Optimizer(whole, config), Optimizer(first, config)
+    for step in range(3):
+        for model, optimizer in ((whole, one), (first, two)):
+            give_gradients(model, step)
+            optimizer.step()
+    kept = load(save({name: t.clone().contiguous() for name, t in two.state_dict().items()}))
+    again = blocks(1, dtype)
+    again.load_state_dict(first.state_dict())
+    three = Optimizer(again, config)
+    three.load_state_dict(kept)
+    for model, optimizer in ((whole, one), (again, three)):
+        give_gradients(model, 3)
+        optimizer.step()
+    assert equal(weights(whole), weights(again))
+
+
 # ---- LAMB -------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""AdamW and LAMB with a rate for every part, on float32 masters where the weights are in half precision.
+"""AdamW, LAMB and Muon with a rate for every part, on float32 masters where the weights are in half precision.
 
 g gradient, m its running mean, v its running square, w weight, u update, t steps taken
 """
@@ -35,7 +35,8 @@ class Rate(Config):
 class OptimConfig(Config):
     """How weights are stepped. The defaults are those large language models have been trained with since GPT-3.
 
-    kind      AdamW, or LAMB: Adam's update with decay inside, scaled for each parameter by ‖w‖ / ‖u‖
+    kind      AdamW; or LAMB: Adam's update with decay inside, scaled for each parameter by ‖w‖ / ‖u‖; or Muon: matrices
+              of blocks by the momentum, made orthogonal and as long as Adam's steps are, and all else by AdamW
     lr        the peak rate of every part that no row of `rates` names; a schedule scales it
     clip      largest norm of all gradients together; 0 for no clipping
     rates     rows of part and rate; the first that matches a parameter decides
@@ -45,7 +46,7 @@ class OptimConfig(Config):
     """
 
     lr: float
-    kind: Literal["adamw", "lamb"] = "adamw"
+    kind: Literal["adamw", "lamb", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     decay: float = 0.1
@@ -125,8 +126,8 @@ def _rate(config: OptimConfig, row: int | None) -> float:
 class _Slot:
     """A parameter and what the optimizer keeps of it."""
 
-    def __init__(self, weight: nn.Parameter):
-        self.weight = weight
+    def __init__(self, weight: nn.Parameter, turned: bool = False):
+        self.weight, self.turned = weight, turned  # whether Muon steps it
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.copy = None if weight.dtype == wide else weight.detach().to(wide)
         self.mean, self.square = torch.zeros_like(self.master), torch.zeros_like(self.master)
@@ -161,7 +162,8 @@ class Optimizer:
             g._replace(names=tuple(n for n in g.names if n in parameters)) for g in group_parameters(model, config)
         ]
         self.groups = [group for group in groups if group.names]
-        self.slots = {name: _Slot(parameters[name]) for group in self.groups for name in group.names}
+        turned = _turned(parameters) if config.kind == "muon" else frozenset()
+        self.slots = {name: _Slot(parameters[name], name in turned) for group in self.groups for name in group.names}
         self._buckets = [
             (group, bucket) for group in self.groups for bucket in _buckets(self.slots[name] for name in group.names)
         ]
@@ -191,14 +193,15 @@ class Optimizer:
     def step(self, scale: float = 1.0) -> None:
         """One step at `scale` times every part's rate."""
         self._gradients()
-        update = {"adamw": _adamw, "lamb": _lamb}[self.config.kind]
         for group, bucket in self._buckets:
             slots = [slot for slot in bucket if slot.grad is not None]
-            if not slots:
-                continue
             for slot in slots:
                 slot.steps += 1
-            update(slots, _wide_gradients(slots), group, scale * group.lr, self.config)
+            for turned in (False, True):
+                some = [slot for slot in slots if slot.turned == turned]
+                update = _muon if turned else _lamb if self.config.kind == "lamb" else _adamw
+                if some:
+                    update(some, _wide_gradients(some), group, scale * group.lr, self.config)
             if copies := [(slot.weight, slot.copy) for slot in slots if slot.copy is not None]:
                 _copy([weight for weight, _ in copies], [master for _, master in copies])
 
@@ -306,6 +309,50 @@ def _lamb(slots: list[_Slot], grads: list[Tensor], group: Group, lr: float, conf
     ratios = torch.where((w > 0) & (u > 0), w / u, 1.0)
     torch._foreach_mul_(updates, list((-lr * ratios).unbind()))
     torch._foreach_add_(weights, updates)
+
+
+MOMENTUM = 0.95
+QUINTIC = (3.4445, -4.7750, 2.0315)  # of Newton's and Schulz's rounds: singular values end between 0.7 and 1.2
+
+
+def _muon(slots: list[_Slot], grads: list[Tensor], group: Group, lr: float, config: OptimConfig) -> None:
+    """w ← (1 − lr · decay) · w − lr · 0.2 · √(larger side) · orthogonal(g + momentum): steps as long as Adam's, so that
+    rates carry over (Jordan et al. 2024; Liu et al. 2025). Matrices of one shape go together."""
+    means = [slot.mean for slot in slots]
+    torch._foreach_lerp_(means, grads, 1 - MOMENTUM)
+    ahead = torch._foreach_lerp(grads, means, MOMENTUM)  # Nesterov's
+    torch._foreach_mul_([slot.master for slot in slots], 1 - lr * group.decay)
+    shapes: dict[torch.Size, list[int]] = {}
+    for i, slot in enumerate(slots):
+        shapes.setdefault(slot.master.shape, []).append(i)
+    for shape, places in shapes.items():
+        turned = orthogonal(torch.stack([ahead[i] for i in places]))
+        far = -lr * 0.2 * math.sqrt(max(shape))
+        torch._foreach_add_(
+            [slots[i].master for i in places], list(turned.to(ahead[places[0]].dtype).unbind()), alpha=far
+        )
+
+
+def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
+    """(n, A, B) → about U Vᵀ of each U S Vᵀ, by products in bf16 alone"""
+    a, b, c = QUINTIC
+    tall = x.shape[1] > x.shape[2]
+    x = (x.mT if tall else x).bfloat16()
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None].to(x.dtype)
+    for _ in range(rounds):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _turned(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The matrices of blocks."""
+    found = frozenset(name for name, p in parameters.items() if p.ndim == 2 and "blocks" in name.split("."))
+    if not found:
+        raise ConfigError("Muon steps matrices of blocks, and none of them trains", 'use kind = "adamw"')
+    if any(hasattr(parameters[name], "full_tensor") for name in found):
+        raise ConfigError("Muon steps whole matrices, and these are shared out over ranks", "use adamw, or one process")
+    return found
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

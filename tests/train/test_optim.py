@@ -154,6 +154,23 @@ def test_what_is_orthogonal(shape):
     assert not optim.orthogonal(torch.zeros(shape)).any()
 
 
+def test_a_convolution_is_a_matrix_of_filters():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Conv2d(6, 5, 3, bias=False), nn.Linear(54, 5, bias=False)])
+
+    model = Both()
+    with torch.no_grad():
+        model.blocks[1].weight.copy_(model.blocks[0].weight.flatten(1))
+    optimizer = Optimizer(model, OptimConfig(kind="muon", lr=1e-2, clip=0))
+    for step in range(3):
+        give_gradients(model, step)
+        model.blocks[1].weight.grad = model.blocks[0].weight.grad.flatten(1).clone()
+        optimizer.step()
+    assert torch.equal(model.blocks[0].weight.flatten(1), model.blocks[1].weight)
+
+
 def test_muon_refuses_what_has_no_blocks():
     with pytest.raises(ConfigError, match="matrices of blocks"):
         Optimizer(net(), OptimConfig(kind="muon", lr=1e-3))

@@ -317,7 +317,8 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # of Newton's and Schulz's rounds: singular
 
 def _muon(slots: list[_Slot], grads: list[Tensor], group: Group, lr: float, config: OptimConfig) -> None:
     """w ← (1 − lr · decay) · w − lr · 0.2 · √(larger side) · orthogonal(g + momentum): steps as long as Adam's, so that
-    rates carry over (Jordan et al. 2024; Liu et al. 2025). Matrices of one shape go together."""
+    rates carry over (Jordan et al. 2024; Liu et al. 2025). A convolution's filters are rows of a matrix. Matrices of
+    one shape go together."""
     means = [slot.mean for slot in slots]
     torch._foreach_lerp_(means, grads, 1 - MOMENTUM)
     ahead = torch._foreach_lerp(grads, means, MOMENTUM)  # Nesterov's
@@ -326,11 +327,10 @@ def _muon(slots: list[_Slot], grads: list[Tensor], group: Group, lr: float, conf
     for i, slot in enumerate(slots):
         shapes.setdefault(slot.master.shape, []).append(i)
     for shape, places in shapes.items():
-        turned = orthogonal(torch.stack([ahead[i] for i in places]))
-        far = -lr * 0.2 * math.sqrt(max(shape))
-        torch._foreach_add_(
-            [slots[i].master for i in places], list(turned.to(ahead[places[0]].dtype).unbind()), alpha=far
-        )
+        turned = orthogonal(torch.stack([ahead[i].flatten(1) for i in places]))  # (n, A, B)
+        steps = turned.to(ahead[places[0]].dtype).unflatten(2, shape[1:]).unbind()
+        far = -lr * 0.2 * math.sqrt(max(turned.shape[1:]))
+        torch._foreach_add_([slots[i].master for i in places], list(steps), alpha=far)
 
 
 def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
@@ -346,8 +346,8 @@ def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
 
 
 def _turned(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """The matrices of blocks."""
-    found = frozenset(name for name, p in parameters.items() if p.ndim == 2 and "blocks" in name.split("."))
+    """The matrices and convolutions of blocks."""
+    found = frozenset(name for name, p in parameters.items() if p.ndim in (2, 4) and "blocks" in name.split("."))
     if not found:
         raise ConfigError("Muon steps matrices of blocks, and none of them trains", 'use kind = "adamw"')
     if any(hasattr(parameters[name], "full_tensor") for name in found):

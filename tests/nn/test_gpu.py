@@ -57,7 +57,8 @@ def run(route, plan, inputs, device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_routes_agree_with_the_cpu(dtype, heads, lengths):
+def test_routes_agree_with_the_cpu(dtype, heads, lengths, monkeypatch):
+    monkeypatch.setattr("vitrail.nn.attend.SHORT", 0)  # or rows as short as these would all have dense masks
     L = sum(lengths)
     inputs = [torch.randn(2, L, h, 64).to(dtype) for h in (heads[0], heads[1], heads[1])]
     used = set()

@@ -356,7 +356,12 @@ def _tokenizer(recipe: Recipe, out: Path, shown: Sources) -> Tokenizer | None:
         return hub.tokenizer(part.start)
     sources = [source for source in recipe.sources.values() if isinstance(source, TextConfig)]
     texts = [read_text(source) for source in sources if source.part == "train"]
-    told = {name: TASKS[stage.task].told for stage in recipe.stages for name in stage.mixture.weights}
+    told = {
+        name: TASKS[stage.task].told
+        for stage in recipe.stages
+        for name in stage.mixture.weights
+        if TASKS[stage.task].told is not None  # a later stage may show the same pictures without a word
+    }
     for name, source in shown.items():
         if (pieces := told.get(name)) is not None:
             texts += pieces(source).texts[1:]

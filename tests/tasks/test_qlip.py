@@ -334,6 +334,14 @@ def test_recipes_are_read_and_share_a_shape(path, known):
     assert made.bits == (12 if alike else 0 if path.stem in ("codec-kl", "qlip-open") else 28)
 
 
+def test_words_of_a_stage_that_others_follow(tmp_path):
+    """A tokenizer is trained on what any stage tells, also where the last tells nothing."""
+    read = recipe.read("untested/qlip-cifar")
+    assert [stage.task for stage in read.stages] == ["qlip", "codec"]
+    words = recipe._tokenizer(read, tmp_path, {"train": named()})
+    assert words is not None and words.size > 300
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in MINE if p.stem not in ("qlip-scenes", "qlip-late")], ids=lambda p: p.stem)
 def test_recipes_run_a_step(path, known, tmp_path):

@@ -13,13 +13,19 @@ from vitrail.data.captions import captions
 from vitrail.data.order import Mixture
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
-from vitrail.nn.replay import MOST, Replayed
+from vitrail.nn.replay import MOST, Replayed, recording
 from vitrail.tasks.text import TextTask
 from vitrail.train.optim import OptimConfig
 from vitrail.train.stage import StageConfig
 from vitrail.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def asked():
+    with recording():
+        yield
 
 
 class Made(NamedTuple):
@@ -48,6 +54,15 @@ def test_equal_to_launching_each(count):
         assert torch.equal(after, torch.rand(4, device="cuda"))
         share = found.chance - index[:, None]
         assert (share >= 0).all() and (count == 1 or share.std() > 0.1)
+
+
+def test_only_those_who_ask_are_recorded():
+    replayed = Replayed(make)
+    with recording(False):
+        replayed(torch.arange(10, device="cuda"))
+        assert not replayed._recorded
+    replayed(torch.arange(10, device="cuda"))
+    assert len(replayed._recorded) == 1
 
 
 def test_copies_stay_and_sizes_end():

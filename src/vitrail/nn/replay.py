@@ -1,10 +1,13 @@
 """Thousands of small operations as one launch.
 
 What draws and tells samples is whole-number arithmetic in thousands of short kernels. On a GPU the host takes longer to
-launch them than the device to run them; recorded once as a CUDA graph they cost one launch.
+launch them than the device to run them; recorded once as a CUDA graph they cost one launch. That is for those who ask
+for it: inside `recording()`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +18,18 @@ STEP = 64  # numbers are recorded for batches of a multiple of this, and what is
 MOST = 8  # sizes of batches that are recorded; of others every kernel is launched
 
 T = TypeVar("T")
+
+_ASKED: ContextVar[bool] = ContextVar("recording", default=False)
+
+
+@contextmanager
+def recording(asked: bool = True) -> Iterator[None]:
+    """What is `Replayed` is recorded here, on a GPU."""
+    token = _ASKED.set(asked)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
 
 
 class _Recorded(NamedTuple):
@@ -35,7 +50,7 @@ class Replayed(Generic[T]):
         self._recorded: dict[tuple[torch.device, int], _Recorded] = {}
 
     def __call__(self, index: Tensor) -> T:
-        if not index.is_cuda or torch.cuda.is_current_stream_capturing():
+        if not _ASKED.get() or not index.is_cuda or torch.cuda.is_current_stream_capturing():
             return self.make(index)
         B, key = len(index), (index.device, -(-len(index) // STEP) * STEP)
         if key not in self._recorded:

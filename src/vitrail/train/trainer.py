@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrail.data.order import Draw, Order
 from vitrail.errors import ConfigError, TrainError
 from vitrail.nn import Block
+from vitrail.nn.replay import recording
 from vitrail.train import checkpoint, distributed
 from vitrail.train.ema import EMA
 from vitrail.train.log import Log
@@ -127,7 +128,8 @@ class Trainer:
         self.task.model.train()
         stop = 0
         try:
-            with self._signals(), self._workers(), contextlib.closing(self._batches()) as batches:
+            graphs = recording(self.stage.compile == "graphs")
+            with graphs, self._signals(), self._workers(), contextlib.closing(self._batches()) as batches:
                 while self.step < self.stage.steps and not stop:
                     values = self._one_step(batches, rate)
                     self.step += 1

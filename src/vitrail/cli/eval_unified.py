@@ -45,7 +45,8 @@ def questions(
     from vitrail.data.scenes.config import PRESETS
     from vitrail.data.scenes.library import open_atlas
     from vitrail.data.scenes.source import ScenesConfig, SceneSource
-    from vitrail.data.words import DRAFTS, Words, balanced
+    from vitrail.data.told import words_about
+    from vitrail.data.words import DRAFTS
     from vitrail.evals.suites.talking import answered
     from vitrail.generate.answers import answer
 
@@ -59,9 +60,7 @@ def questions(
     scene: dict[str, object] = {"vendors": list(scenes.vendors)} if scenes.vendors else {}
     config = ScenesConfig(atlas=scenes.atlas, preset=preset, scene=scene, side=unified.codec.size[0], seed=scenes.seed)
     source = SceneSource(config, open_atlas(scenes.atlas))
-    asked = config.asked()
-    words = Words.of(source.atlas.table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
-    words = balanced(words, source.scenes(torch.arange(2**29, 2**29 + 4096)))
+    words = words_about(source)
 
     def answerer(pixels: torch.Tensor, texts: list[str]) -> list[str]:
         seen, _ = unified.look(unified.codec.pixels(pixels))

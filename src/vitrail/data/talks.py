@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 
 from vitrail.data.named import NamedSource
 from vitrail.data.scenes.source import SceneSource
+from vitrail.data.told import words_about
 from vitrail.data.views import PLAIN, ViewsConfig
-from vitrail.data.words import DRAFTS, Words, ask, ask_several, balanced, prompt
+from vitrail.data.words import DRAFTS, Words, ask, ask_several, prompt
 from vitrail.data.words.ask import longest
 from vitrail.data.words.pieces import Pieces, TokenTable
 from vitrail.data.words.templates import DRAWINGS
@@ -22,7 +23,6 @@ from vitrail.errors import ConfigError
 from vitrail.nn.replay import Replayed
 
 QUESTIONS = tuple(kind for kind in DRAFTS if kind not in ("caption_long", "grounding"))
-FITTED = 4096  # scenes that the balance of answers is fitted to
 NAMING = ("what is this?", "what does the picture show?", "name what you see.", "which thing is drawn here?")
 
 
@@ -69,10 +69,7 @@ class SceneTalks:
         if not 1 <= questions <= len(kinds):
             raise ConfigError(f"{questions} questions of {len(kinds)} kinds", "ask at least one, and each kind once")
         self.source, self.questions, self.kinds, self.held_out = source, questions, tuple(kinds), held_out
-        asked, count = source.config.asked(), source.config.count
-        words = Words.of(source.atlas.table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
-        last = torch.arange(count - 1, max(-1, count - 1 - FITTED), -1)  # scenes that a run of fewer never reaches
-        self.words = balanced(words, source.scenes(last))
+        self.words = words_about(source)
         self.pieces = self.words.pieces
         self._words = {torch.device("cpu"): self.words}
         self.talk: Any = Replayed(self._talk)

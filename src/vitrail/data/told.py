@@ -35,19 +35,21 @@ class Told:
         return {"__key__": self.key, "png": self.pixels, "txt": self.truth["caption"], "json": self.truth}
 
 
+def words_about(source: SceneSource) -> Words:
+    """What can be said of a source's scenes, its answers balanced over scenes like these: the last there are, which a
+    run of fewer never reaches. What is never drawn is never asked about: its absence would be known without looking."""
+    asked, count = source.config.asked(), source.config.count
+    words = Words.of(source.atlas.table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
+    return balanced(words, source.scenes(torch.arange(count - 1, max(-1, count - 1 - FITTED), -1)))
+
+
 class Teller:
     """Tells the scenes of a source by number. Answers are balanced over scenes like these; `held_out` speaks in
     paraphrases that training never uses."""
 
     def __init__(self, source: SceneSource, *, questions: int = 6, held_out: bool = False):
         self.source, self.questions, self.held_out = source, questions, held_out
-        asked = source.config.asked()
-        table = source.atlas.table
-        # What is never drawn is never asked about: its absence would be known without looking.
-        words = Words.of(table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
-        # Fitted to the last scenes there are, which a run of fewer never reaches.
-        last = torch.arange(source.config.count - 1, max(-1, source.config.count - 1 - FITTED), -1)
-        self.words = balanced(words, source.scenes(last))
+        self.words = words_about(source)
 
     @property
     def settings(self) -> str:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.generate.pictures import Chance, Drawing, guided
-from vitrail.generate.sampling import Sampling, pick, shape
+from vitrail.generate.pictures import Drawing, guided
+from vitrail.generate.sampling import Dice, Sampling, pick, shape
 from vitrail.models.unified import DRAW, Unified
 
 
@@ -91,7 +91,7 @@ def draw_ahead(
         prompts, counts = torch.cat([prompts, prompts]), torch.cat([counts, torch.zeros_like(counts)])
     modes = model.training, draft.training
     large, small = (_Side(side.eval(), prompts, counts, drawing.guidance) for side in (model, draft))
-    chance = Chance(B, sampling.seed, device)
+    chance = Dice(B, sampling.seed, device)
     ids = torch.zeros(B, N + ahead + 1, dtype=torch.long, device=device)  # with room for what is proposed past the end
     done = torch.zeros(B, dtype=torch.long, device=device)
     passes = proposed = kept = 0
@@ -126,7 +126,7 @@ def draw_ahead(
     return Ahead(ids[:, :N].view(B, h, w), passes, kept / max(proposed, 1))
 
 
-def _drawn(side: _Side, state: Tensor, sampling: Sampling, chance: Chance) -> tuple[Tensor, list[Tensor]]:
+def _drawn(side: _Side, state: Tensor, sampling: Sampling, chance: Dice) -> tuple[Tensor, list[Tensor]]:
     """A code's digits (B, G), and the chances that each was drawn from."""
     digits = torch.empty(len(state) // (1 + side.twice), 0, dtype=torch.long, device=state.device)
     odds = []
@@ -137,7 +137,7 @@ def _drawn(side: _Side, state: Tensor, sampling: Sampling, chance: Chance) -> tu
 
 
 def _checked(
-    side: _Side, state: Tensor, digits: Tensor, odds: list[Tensor], sampling: Sampling, chance: Chance
+    side: _Side, state: Tensor, digits: Tensor, odds: list[Tensor], sampling: Sampling, chance: Dice
 ) -> tuple[Tensor, Tensor]:
     """Digits (B, G) of the large model's distribution, and (B,) whether they are those proposed."""
     ok = torch.ones(len(digits), dtype=torch.bool, device=digits.device)

@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
-from vitrail.generate.sampling import Sampling, choose, shape
+from vitrail.generate.sampling import Dice, Sampling, choose, shape
 from vitrail.models.unified import DRAW, Unified
 
 Progress = Callable[[int, int], Any]
@@ -87,20 +86,6 @@ def draw(
         model.train(mode)
 
 
-class Chance:
-    """A stream of numbers in [0, 1) a row: row i has the seed `seed + i`. Streams of another `use` are others."""
-
-    def __init__(self, rows: int, seed: int | None, device: torch.device, use: int = 0):
-        if seed is not None and seed < 0:
-            raise ConfigError(f"a seed of {seed}", "give 0 or more")
-        self._rows = [np.random.default_rng(None if seed is None else [seed + i, use]) for i in range(rows)]
-        self._device = device
-
-    def roll(self, *shape: int) -> Tensor:
-        """(B, *shape) float64"""
-        return torch.from_numpy(np.stack([row.random(shape) for row in self._rows])).to(self._device)
-
-
 def guided(logits: Tensor, guidance: float) -> Tensor:
     """(B or 2B, …) → (B, …): those of the prompts, led away from the others"""
     if guidance == 1:
@@ -109,7 +94,7 @@ def guided(logits: Tensor, guidance: float) -> Tensor:
     return u + guidance * (c - u)
 
 
-def _codes(model: Unified, states: Tensor, drawing: Drawing, chance: Chance) -> tuple[Tensor, Tensor]:
+def _codes(model: Unified, states: Tensor, drawing: Drawing, chance: Dice) -> tuple[Tensor, Tensor]:
     """states (B or 2B, N, W) → ids (B, N) and the log-probability of each (B, N), group after group"""
     twice = drawing.guidance != 1
     N = states.shape[1]
@@ -132,7 +117,7 @@ def _by_and_by(
 ) -> Tensor:
     """Masked-parallel: all hidden codes are drawn in every pass, and the surest of them stay (MaskGIT)."""
     B, (h, w), twice = len(ids), ids.shape[1:], drawing.guidance != 1
-    chance = Chance(B, drawing.sampling.seed, ids.device)
+    chance = Dice(B, drawing.sampling.seed, ids.device)
     hidden, total = open_, open_.flatten(1).sum(1)  # (B, h, w), (B,)
     words = model.words(prompts, counts)
     for step in range(drawing.steps):
@@ -157,7 +142,7 @@ def _one_by_one(
 ) -> Tensor:
     """In raster order, with what was read and drawn kept in a cache."""
     B, (h, w), twice = len(ids), ids.shape[1:], drawing.guidance != 1
-    chance = Chance(B, drawing.sampling.seed, ids.device)
+    chance = Dice(B, drawing.sampling.seed, ids.device)
     decoder, flat, fixed = model.decoder, ids.view(B, -1).clone(), ~open_.view(B, -1)
     words = model.words(prompts, counts)
     # Where each code stands is the same whatever it will be, so that all places are known before the first is drawn.
@@ -183,5 +168,5 @@ def varied(ids: Tensor, share: float, seed: int | None = None) -> tuple[Tensor, 
     if not 0 <= share <= 1:
         raise ConfigError(f"a share of {share:g} to be drawn anew", "give 0 … 1")
     B, h, w = ids.shape
-    rank = Chance(B, seed, ids.device, use=1).roll(h * w).argsort(1).argsort(1)
+    rank = Dice(B, seed, ids.device, use=1).roll(h * w).argsort(1).argsort(1)
     return ids, (rank >= round(share * h * w)).view(B, h, w)

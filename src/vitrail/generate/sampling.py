@@ -126,11 +126,15 @@ def pick(weights: Tensor, chance: Tensor) -> Tensor:
 
 
 class Dice:
-    """One stream of chance a row: row i has the seed `seed + i`, whoever else is in the batch."""
+    """One stream of chance a row: row i has the seed `seed + i`, whoever else is in the batch. Streams of another `use`
+    are others."""
 
-    def __init__(self, rows: int, seed: int | None = None):
-        self._rows = [np.random.default_rng(None if seed is None else seed + i) for i in range(rows)]
+    def __init__(self, rows: int, seed: int | None = None, device: torch.device | str = "cpu", use: int = 0):
+        if seed is not None and seed < 0:
+            raise ConfigError(f"a seed of {seed}", "give 0 or more")
+        seeds = [None if seed is None else [seed + i, use] if use else seed + i for i in range(rows)]
+        self._rows, self._device = [np.random.default_rng(one) for one in seeds], device
 
-    def roll(self, device: torch.device | str = "cpu") -> Tensor:
-        """The next number of every row, (B,) float64."""
-        return torch.tensor([row.random() for row in self._rows], dtype=torch.float64, device=device)
+    def roll(self, *shape: int) -> Tensor:
+        """The next number of every row, (B,), or so many, (B, *shape); float64."""
+        return torch.from_numpy(np.stack([np.asarray(row.random(shape)) for row in self._rows])).to(self._device)

@@ -163,7 +163,7 @@ def _run(
 ) -> Iterator[Piece]:
     device = next(model.parameters()).device
     B, fed = len(rows), [*plan.prompts, *plan.negative]
-    dice = None if sampling.greedy else Dice(B, sampling.seed)
+    dice = None if sampling.greedy else Dice(B, sampling.seed, device)
 
     counts = torch.tensor([len(ids) for ids in fed], device=device)
     padded = torch.zeros(len(fed), max(map(len, fed)), dtype=torch.long)  # (B or 2B, L)
@@ -179,7 +179,7 @@ def _run(
         if plan.negative:
             c, u = logits.float().chunk(2)
             logits = u + guidance * (c - u)
-        chance = None if dice is None else dice.roll(device)
+        chance = None if dice is None else dice.roll()
         # Rows of the vocabulary that only pad the table to a round size have no text.
         token = choose(logits[:, :known], sampling, chance, seen[:, :known])  # (B,)
         for i, id in enumerate(token.tolist()):

@@ -132,7 +132,10 @@ def drawing(
     def drawer(texts: list[str], first: int) -> torch.Tensor:
         how = {"guidance": guidance, "steps": steps, "temperature": temperature}
         ids = studio.draw_ids(texts, seed=seed + first, **how)
-        return studio.model.codec.bytes(studio.model.pixels(ids))
+        pixels, side = studio.model.pixels(ids).float(), detector.config.image.image
+        if pixels.shape[-1] != side:  # at the size that the judge was made for
+            pixels = torch.nn.functional.interpolate(pixels, (side, side), mode="bicubic", antialias=True)
+        return studio.model.codec.bytes(pixels)
 
     scores = drawn(drawer, known, count, seed=seed, held_out=unseen, batch=common.batch)
     settings = {

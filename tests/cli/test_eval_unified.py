@@ -1,0 +1,56 @@
+"""`vitrail eval MODEL questions` and `drawing`, on a small model that knows nothing."""
+
+import json
+
+import pytest
+import torch
+
+from evals.test_judge import config, shapes
+from generate.test_answers import TEXTS, unified
+from vitrail import hub
+from vitrail.cli.eval import app
+from vitrail.errors import ConfigError
+from vitrail.models.detector import Detector
+from vitrail.processing.text import Tokenizer
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vitrail.data.scenes.library.open_atlas", lambda name: shapes())
+    hub.save(unified(order="masked"), tmp_path / "model", Tokenizer.train(TEXTS * 3, 300))
+    torch.manual_seed(0)
+    hub.save(Detector(config()), tmp_path / "judge")
+
+    def call(suite, *words):
+        out = tmp_path / "found.json"
+        more = ["--device", "cpu", "--out", str(out)]
+        app([suite, str(tmp_path / "model"), *map(str, words), *more], result_action="return_value")
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return call
+
+
+def test_questions(run):
+    found, shown = run("questions", "--preset", "colours", "--kinds", "counting", "--kinds", "colour", "--count", 5)
+    assert [score["name"] for score in found["scores"]] == ["counting", "colour", "refused though it can be answered"]
+    assert [score["of"] for score in found["scores"]] == [5, 5, 10]
+    assert "blind" in shown and found["preset"] == "colours" and found["unseen"] is False
+
+
+def test_drawing(run, tmp_path):
+    found, _ = run("drawing", "--judge", tmp_path / "judge", "--count", 2, "--steps", 2, "--batch", 1, "--concepts", 8)
+    assert [score["of"] for score in found["scores"]] == [2] * 6 + [12]
+    assert found["concepts"] == 8 and found["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["questions", "--kinds", "countng"], "countng"),
+        (["questions", "--preset", "colors"], "colors"),
+        (["drawing", "--judge", "MODEL"], "no detector"),
+    ],
+)
+def test_what_cannot_be_is_refused(run, words, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        run(*(str(tmp_path / "model") if word == "MODEL" else word for word in words))

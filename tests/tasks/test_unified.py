@@ -122,10 +122,11 @@ def test_wishes_say_what_is_there(scenes, words):
 
 
 def test_a_prompt_that_is_cut_keeps_its_end(scenes, words):
-    made = task(scenes, words)
-    made.prompt["drawn"] = 4
+    made = task(scenes, words, prompt=8)
+    made.model.eval()
     _, ids, counts = made._wish("drawn", torch.arange(10))
-    assert (ids[:, -1] == words.eos).all() and (counts == 4).all()
+    assert ids.shape == (10, 8) and bool((ids[:, -1] == made.end).all()) and bool((counts <= 8).all())
+    assert task(scenes, words).prompt["drawn"] > 8  # it is the setting that cuts
 
 
 def test_weights_z_and_views(scenes, words):

@@ -35,7 +35,7 @@ class UnifiedSettings(Config):
     draw             the sources whose pictures are drawn; the others' are read, and plain text is continued
     weights          of text, read and draw; 1 unless given
     questions, kinds how many questions are asked of a scene, of which kinds
-    length           tokens of a talk at most; what is longer is cut
+    length, prompt   tokens of a talk and of a prompt at most; what is longer is cut
     drop             chance that a prompt is left out, so that guidance knows what a picture is without one
     z                weight of logsumexp² of all logits, which keeps them from drifting
     """
@@ -45,6 +45,7 @@ class UnifiedSettings(Config):
     questions: int = 6
     kinds: tuple[str, ...] = QUESTIONS
     length: int = 256
+    prompt: int = 128
     drop: float = 0.1
     z: float = 1e-4
 
@@ -52,9 +53,10 @@ class UnifiedSettings(Config):
         wrong = [name for name in self.weights if name not in ("text", "read", "draw")]
         if wrong or any(weight < 0 for weight in self.weights.values()):
             raise ConfigError(f"weights {self.weights}", "name text, read and draw, and give 0 or more")
-        if not 0 <= self.drop <= 1 or self.length < 8 or self.z < 0:
+        if not 0 <= self.drop <= 1 or min(self.length, self.prompt) < 8 or self.z < 0:
             raise ConfigError(
-                f"drop = {self.drop:g}, length = {self.length}, z = {self.z:g}", "give 0 … 1, 8 or more, 0 or more"
+                f"drop = {self.drop:g}, length = {self.length}, prompt = {self.prompt}, z = {self.z:g}",
+                "give 0 … 1, 8 or more, 8 or more, 0 or more",
             )
 
 
@@ -86,7 +88,7 @@ class UnifiedTask:
         for name, told in self.talks.items():
             table = told.pieces.tokenized(words, [words.eos])
             self._ready[torch.device("cpu"), name] = table
-            self.prompt[name] = told.longest(table)[1]
+            self.prompt[name] = min(settings.prompt, told.longest(table)[1])
         h, w = model.grid
         self.codes, self.side = h * w, model.codec.size[0]
         for name in self.talks:

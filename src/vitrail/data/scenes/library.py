@@ -19,6 +19,8 @@ from vitrail.errors import DataError, nearest
 ATLASES: dict[str, tuple[str, ...]] = {
     # the vendors whose things it holds, each of one design; words and frames are in all of them
     "emoji": ("twemoji", "noto", "fluent", "openmoji"),
+    "flat": ("fluent-flat",),  # plain shapes to draw; the judge learned from none of them
+    "older": ("noto-v1", "emojione"),  # more designs to read
 }
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from train import ranks
 from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.order import Mixture
-from vitrail.data.scenes.source import Asked, Drawn
+from vitrail.data.scenes.source import Asked
 from vitrail.data.views import ViewsConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import ConfigError, DataError
@@ -54,16 +54,11 @@ class Kept:
 
 
 class Scenes(Kept):
-    """The same, as a source of scenes draws them: without views of its own."""
-
-    pixels = None
+    """The same without views of its own, as scenes are."""
 
     def __init__(self, name: str = "scenes"):
         super().__init__(name)
         self.config = self
-
-    def draw(self, index: torch.Tensor) -> Drawn:
-        return Drawn(None, self.table[index])  # type: ignore[arg-type]
 
 
 BLOCK = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=PlainConfig(hidden=32))

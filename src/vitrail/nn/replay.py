@@ -49,6 +49,7 @@ class Replayed(Generic[T]):
         self.make = make
         self._recorded: dict[tuple[torch.device, int], _Recorded] = {}
 
+    @torch.compiler.disable  # tracing thousands of operations takes minutes
     def __call__(self, index: Tensor) -> T:
         if not _ASKED.get() or not index.is_cuda or torch.cuda.is_current_stream_capturing():
             return self.make(index)

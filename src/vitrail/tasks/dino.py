@@ -17,7 +17,7 @@ from vitrail.models.dino import Dino
 from vitrail.nn import cost
 from vitrail.objectives.dino import entropy, patches_loss, sinkhorn, views_loss
 from vitrail.objectives.masked import block_places, masked_count
-from vitrail.tasks.pictures import pixels, size
+from vitrail.tasks.pictures import size
 from vitrail.train.task import Batch
 
 GLOBAL = ViewsConfig(area=(0.4, 1.0), stretch=1.33, shift=0.5, mirror=0.5, colour=0.4, grey=0.2)
@@ -102,7 +102,7 @@ class DinoTask:
     @torch.no_grad()
     def _views(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(2, B, 3, S, S) and (V, B, 3, s, s)"""
-        shown = [pixels(self.sources[name], index) for name, index in batch.items()]
+        shown = [self.sources[name].pixels(index) for name, index in batch.items()]
         return _views(shown, self.wide, 2), _views(shown, self.near, self.settings.locals)
 
     def flops(self, batch: Batch) -> int:

@@ -17,12 +17,7 @@ def size(batch: Batch) -> int:
     return sum(len(index) for index in batch.values())
 
 
-def pixels(source: Any, index: Tensor) -> Tensor:
-    """uint8 (B, 3 or 4, H, W), where the numbers lie: drawn, or looked up"""
-    return source.draw(index).pixels if hasattr(source, "draw") else source.pixels(index)
-
-
 @torch.no_grad()
 def viewed(batch: Batch, sources: Mapping[str, Any], how: Mapping[str, ViewsConfig]) -> Tensor:
     """(B, 3, S, S) in −1 … 1, each source's pictures viewed in its own way"""
-    return torch.cat([views(pixels(sources[name], index), how[name]) for name, index in batch.items()])
+    return torch.cat([views(sources[name].pixels(index), how[name]) for name, index in batch.items()])

@@ -17,6 +17,7 @@ from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.sprites import Atlas, rows_where
 from vitrail.errors import ConfigError, nearest
+from vitrail.nn.replay import Replayed
 
 
 class ScenesConfig(Config, tag="scenes", tag_field="kind"):
@@ -65,6 +66,7 @@ class SceneSource:
     def __init__(self, config: ScenesConfig, atlas: Atlas, name: str = "scenes"):
         self.config, self.atlas, self.name = config, atlas, name
         self._ready: dict[torch.device, tuple[Layout, Atlas]] = {}
+        self.pixels = Replayed(lambda index: self.draw(index).pixels)  # uint8 (B, 3, H, W), without the truth
 
     @property
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ B batch, L tokens, V vocabulary, W width
 import torch
 from torch import Tensor, nn
 
+from vitrail.backbones.fusion import Fusion, Pictures, PrefixConfig, Sight, make_fusion
 from vitrail.config import Config
 from vitrail.errors import ConfigError
 from vitrail.nn import Block, BlockConfig, KVCache, MLPConfig, Plan, Rotary, RotaryConfig, Work, cost
@@ -15,7 +16,8 @@ from vitrail.nn.norms import make_norm
 class DecoderConfig(Config):
     """`tied`: the head is the embedding. `dense` layers have `dense_mlp` instead of the block's (experts') MLP.
 
-    `context` is how many tokens the model was made for; it is recorded, not enforced.
+    `context` is how many tokens the model was made for; it is recorded, not enforced. `fusion` is how pictures reach
+    the layers other than as tokens.
     """
 
     vocab: int
@@ -26,6 +28,7 @@ class DecoderConfig(Config):
     context: int = 2048
     dense: tuple[int, ...] = ()
     dense_mlp: MLPConfig | None = None
+    fusion: Fusion = PrefixConfig()
 
     def __post_init__(self) -> None:
         channels = self.block.attention.channels(self.block.width)
@@ -41,6 +44,7 @@ class DecoderConfig(Config):
                 f"dense layers {self.dense} and dense_mlp do not fit {self.layers} layers",
                 "give both, with layers counted from 0, or neither",
             )
+        self.fusion.check(self.layers, self.block)
 
     def block_at(self, layer: int) -> BlockConfig:
         if layer in self.dense and self.dense_mlp is not None:
@@ -61,6 +65,15 @@ class Decoder(nn.Module):
         self.head = None if config.tied else nn.Linear(width, config.vocab, bias=False)
         self.rotary = Rotary(config.rotary)
         nn.init.normal_(self.embed.weight, std=0.02)
+        self.fuse(config.fusion)
+
+    def fuse(self, fusion: Fusion) -> None:
+        """Add a fusion point to the decoder as it is, in place of the one it had. What it adds starts without effect:
+        gates closed, experts as copies of the weights that the text has by now."""
+        self.config = self.config.with_(fusion=fusion)
+        self.fusion = make_fusion(fusion, self.config.block, self.blocks)
+        if self.fusion is not None:
+            self.fusion.to(self.embed.weight).train(self.training)
 
     def hidden(
         self,
@@ -72,11 +85,13 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         counts: Tensor | None = None,
         spans: Tensor | None = None,
+        pictures: Pictures | None = None,
     ) -> Tensor:
         """What the head reads, (B, L, W), from ids (B, L) or from embeddings (B, L, W).
 
         Without a plan the tokens follow one another, each seeing its past and what the cache holds. A cache makes its
         own plan: `counts` (B,) says how many of each row's tokens are real, `spans` (B, L) which are read both ways.
+        `pictures` are what the fusion point takes; what cross-attention looks at is kept in the cache for later passes.
         """
         if (ids is None) == (embeds is None):
             raise ConfigError("a decoder reads ids or embeddings: give one of the two")
@@ -89,13 +104,25 @@ class Decoder(nn.Module):
             plan = cache.extend(x.shape[1], counts, spans)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None] if cache is None else cache.slots
-        return self.through(x, positions, Plan(causal=True) if plan is None else plan, cache)
+        return self.through(x, positions, Plan(causal=True) if plan is None else plan, cache, pictures)
 
-    def through(self, x: Tensor, positions: Tensor, plan: Plan, cache: KVCache | None = None) -> Tensor:
+    def through(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        plan: Plan,
+        cache: KVCache | None = None,
+        pictures: Pictures | None = None,
+    ) -> Tensor:
         """Embeddings (B, L, W) through the blocks and the last norm."""
+        if self.fusion is None and pictures is not None:
+            raise ConfigError("pictures were given to a decoder that has no place for them", "give it a `fusion`")
         rotation = self.rotary(positions)
+        sight = Sight() if self.fusion is None else self.fusion.start(x, pictures, cache)
+        x = sight.at(0, x)
         for i, block in enumerate(self.blocks):
-            x = block(x, plan, rotation=rotation, cache=None if cache is None else cache.layer(i))
+            layer = None if cache is None else cache.layer(i)
+            x = sight.at(i + 1, block(x, plan, rotation=rotation, cache=layer, route=sight.route(i)))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,7 +152,8 @@ def _(module: Decoder, work: Work) -> int:
     """A lookup is free; the head works for the tokens whose logits are asked for."""
     asked = work.tokens if work.asked is None else work.asked
     head = module.embed if module.head is None else module.head
-    return cost.flops(module.blocks, work) + 2 * head.weight.numel() * asked
+    fused = 0 if module.fusion is None else cost.flops(module.fusion, work)
+    return cost.flops(module.blocks, work) + fused + 2 * head.weight.numel() * asked
 
 
 @cost.bytes.register

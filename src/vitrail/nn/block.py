@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
-from vitrail.nn.attention import Attention, AttentionConfig
-from vitrail.nn.cache import LayerCache
+from vitrail.nn.attention import Attention, AttentionConfig, Route, shared
+from vitrail.nn.cache import Kept, LayerCache
 from vitrail.nn.mlp import MLPConfig, make_mlp
 from vitrail.nn.norms import Norm, make_norm
 from vitrail.nn.plan import Plan
@@ -29,7 +29,8 @@ class BlockConfig(Config):
     """`norm_at`: before each branch (everything since GPT-2) or after the residual (BERT, so the Q-Former).
 
     `scale` is how a branch is weighed as it joins the stream: not at all, per channel from a small start (`layer_scale`
-    gives it: DINOv2), or by tanh of one number that starts at zero, so that the block starts as the identity.
+    gives it: DINOv2), or by tanh of one number that starts at zero, so that the block starts as the identity (`gated`;
+    "channels": of one number a channel, as in Idefics).
     """
 
     width: int
@@ -40,7 +41,7 @@ class BlockConfig(Config):
     eps: float = 1e-6
     norm_at: Literal["before", "after"] = "before"
     layer_scale: float | None = None
-    gated: bool = False
+    gated: bool | Literal["channels"] = False
     context_width: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,12 +69,13 @@ class Residual(nn.Module):
         else:
             self.op = Attention(width, config.attention, kind, config.context_width)
         self.scale = nn.Parameter(torch.full((width,), config.layer_scale)) if config.layer_scale is not None else None
-        self.gate = nn.Parameter(torch.zeros(1)) if config.gated else None
+        self.gate = nn.Parameter(torch.zeros(width if config.gated == "channels" else 1)) if config.gated else None
 
-    def forward(self, x: Tensor, **given) -> Tensor:
+    def forward(self, x: Tensor, *, route: Route = shared, **given) -> Tensor:
         if given.get("context") is not None and self.context_norm is not None:
             given["context"] = self.context_norm(given["context"])
-        y = self.op(self.norm(x) if self.norm_at == "before" else x, **given)
+        y = self.norm(x) if self.norm_at == "before" else x
+        y = route("mlp", self.op, y) if self.kind == "mlp" else self.op(y, route=route, **given)
         if self.scale is not None:
             y = y * self.scale
         if self.gate is not None:
@@ -93,18 +95,20 @@ class Block(nn.Module):
         plan: Plan | None = None,
         *,
         rotation: Rotation | None = None,
-        context: Tensor | None = None,
+        context: Tensor | Kept | None = None,
         context_plan: Plan | None = None,
         cache: LayerCache | None = None,
+        route: Route = shared,
     ) -> Tensor:
         """x (B, L, W), context (B, C, W′) → (B, L, W). `plan` is among the tokens, `context_plan` between them and the
-        context (for `joint`, between them and context + tokens); without one, everything sees everything."""
+        context (for `joint`, between them and context + tokens); without one, everything sees everything. `route`
+        takes the tokens through the weights of `self` and `mlp`."""
         for kind, branch in self.branches.items():
             match kind:
                 case "self":
-                    x = branch(x, plan=plan or Plan(), rotation=rotation, cache=cache)
+                    x = branch(x, plan=plan or Plan(), rotation=rotation, cache=cache, route=route)
                 case "cross" | "joint":
                     x = branch(x, plan=context_plan or Plan(), context=context)
                 case _:
-                    x = branch(x)
+                    x = branch(x, route=route)
         return x

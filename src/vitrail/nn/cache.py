@@ -1,6 +1,6 @@
 """Keys and values kept between steps of generation.
 
-B batch, N new tokens, K slots, G key/value heads, D head width
+B batch, N new tokens, K slots, C context tokens, G key/value heads, D head width
 """
 
 from typing import NamedTuple
@@ -47,6 +47,7 @@ class KVCache:
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,) tokens each row holds
         self.filled = 0  # tokens of the longest row, without asking the device
         self.even = True  # all rows are of one length
+        self.context: Context | None = None  # what cross-attention looks at
         self._slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # (B, N) being written
         self._first = False  # the tokens being written are the first of every row
 
@@ -105,6 +106,7 @@ class KVCache:
         """Forget every token; the room stays. Old keys and values lie in the future of what comes next."""
         self.lengths = torch.zeros_like(self.lengths)
         self.filled, self.even = 0, True
+        self.context = None
 
     def layer(self, i: int) -> "LayerCache":
         return LayerCache(self, i)
@@ -117,6 +119,20 @@ class KVCache:
             )
         grown = max(needed, 2 * self.capacity)
         self.k, self.v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, grown - self.capacity)) for x in (self.k, self.v))
+
+
+class Kept(NamedTuple):
+    """Keys and values (B, C, G, D) of a context of C tokens, made once and looked at many times."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Context(NamedTuple):
+    """What the cross-attentions of a decoder look at, one `Kept` each, and what the next tokens see of it."""
+
+    kept: list[Kept]
+    plan: Plan
 
 
 class LayerCache(NamedTuple):

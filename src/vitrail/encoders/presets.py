@@ -1,8 +1,10 @@
-"""Released towers as rows: sizes, the five families of ViT, text towers, towers together."""
+"""Released towers as rows: sizes, families of ViT, towers of language models, text towers, towers together."""
 
 from typing import Any
 
+from vitrail.encoders.packed import PackedViTConfig
 from vitrail.encoders.text import TextConfig
+from vitrail.encoders.tiled import TiledViTConfig
 from vitrail.encoders.towers import TowerConfig, TowersConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
@@ -85,6 +87,17 @@ def eva02(size: str, patch: int = 14, image: int = 224, *, for_clip: bool = Fals
     )
 
 
+def internvit(width: int, layers: int, heads: int, hidden: int, image: int = 448, *, large: bool) -> ViTConfig:
+    """The large one has RMS norms, over q and k too, and no bias on these."""
+    qk: dict[str, Any] = {"qk_norm": "rms", "qk_norm_over": "heads"} if large else {}
+    attention = AttentionConfig(heads=heads, bias="out" if large else "all", **qk)
+    norm = "rms" if large else "layer"
+    mlp = PlainConfig(hidden=hidden)
+    block = BlockConfig(width=width, attention=attention, mlp=mlp, norm=norm, layer_scale=0.1)
+    more: dict[str, Any] = {"cls": True, "positions": "cls_and_patches", "norm_last": "none"}
+    return ViTConfig(layers=layers, block=block, patch=14, image=image, **more)
+
+
 VITS: dict[str, ViTConfig] = {
     "clip-b16":            clip("B", 16, activation="quick_gelu"),
     "clip-l14":            clip("L", 14, activation="quick_gelu"),
@@ -112,8 +125,38 @@ VITS: dict[str, ViTConfig] = {
     "eva02-l14":           eva02("L"),
     "eva02-l14-448":       eva02("L", image=448),
     "eva02-l14-clip":      eva02("L", for_clip=True, head=768),
+    "internvit-300m":      internvit(1024, 24, 16, 4096, large=False),
+    "internvit-6b":        internvit(3200, 45, 25, 12_800, large=True),
 }  # fmt: skip
 """SigLIP 2 of fixed size has SigLIP's towers."""
+
+
+def _qwen2_5(hidden: int) -> PackedViTConfig:
+    block = _block("H", norm="rms").with_(mlp=GatedConfig(hidden=hidden, bias=True))
+    return PackedViTConfig(layers=32, block=block, window=4, full=(7, 15, 23, 31))
+
+
+def _qwen3(size: str, taps: tuple[int, ...]) -> PackedViTConfig:
+    block, layers = _block(size, "gelu_tanh"), SIZES[size][1]
+    return PackedViTConfig(layers=layers, block=block, patch=16, patch_bias=True, positions=48, taps=taps)
+
+
+PACKED: dict[str, PackedViTConfig] = {
+    "qwen2-vl":            PackedViTConfig(layers=32, block=_block("H", "quick_gelu")),
+    "qwen2.5-vl":          _qwen2_5(3420),  # 3B and 7B
+    "qwen2.5-vl-large":    _qwen2_5(3456),  # 32B and 72B
+    "qwen3-vl-l":          _qwen3("L", (6, 12, 18)),  # 2B and 4B
+    "qwen3-vl-so400m":     _qwen3("So400M", (9, 17, 25)),  # 8B and up
+}  # fmt: skip
+"""Qwen's towers: any resolution, video, packed."""
+
+TILED: dict[str, TiledViTConfig] = {
+    "llama-3.2-vision": TiledViTConfig(
+        layers=32,
+        over=8,
+        block=BlockConfig(width=1280, attention=AttentionConfig(heads=16), mlp=PlainConfig(hidden=5120), eps=1e-5),
+    ),
+}
 
 
 def _text(

@@ -2,12 +2,14 @@
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
+from vitrail.encoders import PackedViT, PackedViTConfig, TiledViT, TiledViTConfig
 from vitrail.hub.autoencoders import AUTOENCODER_KL
 from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
 from vitrail.hub.qlip import QLIP as QLIP_FAMILY
+from vitrail.hub.towers_vl import TOWERS_VL
 from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
 from vitrail.models.masked import Masked, MaskedConfig
@@ -23,11 +25,13 @@ MODELS: dict[str, tuple[type, type]] = {
     "taught-codec": (TaughtCodecConfig, TaughtCodec),
     "dino": (DinoConfig, Dino),
     "unified": (UnifiedConfig, Unified),
+    "packed_vit": (PackedViTConfig, PackedViT),
+    "tiled_vit": (TiledViTConfig, TiledViT),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*DECODERS, *ENCODERS, EVA02, AUTOENCODER_KL, QLIP_FAMILY)
+    family.name: family for family in (*DECODERS, *ENCODERS, *TOWERS_VL, EVA02, AUTOENCODER_KL, QLIP_FAMILY)
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

@@ -7,7 +7,7 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     pictures of what Vitrail does, in out/demo"
+	@echo "make demo     a page and pictures of what Vitrail does, in out/demo; MODEL=folder, IMAGE=file for yours"
 	@echo "make test     formatter, linter, types, import direction, then the tests (what CI runs)"
 	@echo "make fast     the tests alone, without the slow ones"
 	@echo "make nightly  the slow tests too"
@@ -22,7 +22,7 @@ help:
 	@touch $@
 
 demo: .venv/ready
-	$(BIN)/python examples/demo.py --out out/demo
+	$(BIN)/python examples/demo.py --out out/demo $(if $(MODEL),--model "$(MODEL)") $(if $(IMAGE),--image "$(IMAGE)")
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""`make demo`: a look at what Vitrail does, as pictures in out/demo.
+"""`make demo`: a look at what Vitrail does, as pictures in out/demo, and a page: out/demo/index.html.
 
 Photographs come from the scikit-image package; give your own with --image.
 """
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vitrail.cli.data import show
+from vitrail.cli.demo import demo
 from vitrail.cli.grid import grid
 from vitrail.cli.ledger import ledger
 from vitrail.cli.rotary import rotary
@@ -29,8 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     parser.add_argument("--image", type=Path, action="append", help="a picture of your own; may be repeated")
+    parser.add_argument("--model", help="a folder with a unified model; the one that ships unless given")
     arguments = parser.parse_args()
-    print("How a picture becomes tokens, under every resolution policy\n")
+    print("A model that reads pictures and draws them, on one page\n")
+    demo(model=arguments.model, image=tuple(map(str, arguments.image or ())), out=arguments.out)
+    print("\nHow a picture becomes tokens, under every resolution policy\n")
     grid(arguments.image or photographs(), out=arguments.out / "grid")
     print("\nWhat drives a rotary slot, and how fast it turns\n")
     rotary(out=arguments.out / "rotary.png")
@@ -48,8 +52,11 @@ def main() -> None:
         write("Once upon a time", tokens=80, seed=1)
     except VitrailError as error:  # no network or no npm: the rest of the demo stands
         print(f"no story this time: {error}")
-    print(f"\nLook at the pictures in {arguments.out}.")
+    print(f"\nOpen {arguments.out / 'index.html'}, and look at the pictures beside it.")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except VitrailError as error:
+        raise SystemExit(f"demo: {error}") from None

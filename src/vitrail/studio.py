@@ -5,7 +5,7 @@ B pictures or texts, h × w codes, W width
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,20 +14,24 @@ from torch import Tensor
 
 from vitrail import hub
 from vitrail.codecs.fit import Fit
-from vitrail.errors import ConfigError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.generate.answers import answer
 from vitrail.generate.pictures import Drawing, draw, varied
 from vitrail.generate.sampling import Sampling
+from vitrail.hub import configs
 from vitrail.models.unified import Unified
 from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
 from vitrail.show.looked import losses, overlay
 
 DESCRIBE = "Describe the picture briefly."
+MINI = "mini"  # the model that ships with the package
+TRAIN = "vitrail train untested/mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
 
 
 class Studio:
-    """`vitrail.load(folder)`. Of texts and drawings one asked for gives one, a list a list; tensors have a row each."""
+    """`vitrail.load()` or `vitrail.load(folder)`. Of texts and drawings one asked for gives one, a list a list; tensors
+    have a row each."""
 
     def __init__(self, model: Unified, words: Tokenizer):
         if words.eos is None:
@@ -35,8 +39,10 @@ class Studio:
         self.model, self.words, self.end = model.eval(), words, words.eos
 
     @classmethod
-    def load(cls, name_or_path: str | Path, *, device: str | torch.device | None = None) -> "Studio":
+    def load(cls, name_or_path: str | Path = MINI, *, device: str | torch.device | None = None) -> "Studio":
         """On a GPU, if there is one, in half precision."""
+        if name_or_path == MINI:
+            name_or_path = _mini()
         there = torch.cuda.is_available()
         where = torch.device(device or ("cuda" if there else "cpu"))
         if where.type == "cuda" and not there:
@@ -58,8 +64,11 @@ class Studio:
 
     def detokenize(self, ids: Tensor) -> list[Image.Image]:
         """The pictures of ids (B, h, w)"""
-        pixels = self.model.codec.bytes(self.model.pixels(ids.to(self.model.codec.device)))  # uint8 (B, 3, H, W)
-        return [Image.fromarray(one.permute(1, 2, 0).contiguous().numpy()) for one in pixels.cpu()]
+        return _pictures(self.model.codec.bytes(self.model.pixels(ids.to(self.model.codec.device))))
+
+    def seen(self, picture: Source) -> Image.Image:
+        """The picture as the model is shown it: its middle, at the codec's own size"""
+        return _pictures(self._pixels(picture))[0]
 
     @torch.no_grad()
     def embed(self, pictures: Any) -> Tensor:
@@ -92,11 +101,10 @@ class Studio:
         """The answer, and the picture as it was seen, brightest where the answer comes from. `more` is what
         `show.looked.losses` takes besides."""
         said = self.ask(picture, question)
-        codec, end = self.model.codec, self.end
-        pixels = Fit().whole(codec).apply(load_image(picture), codec.factor)[0]
+        pixels, end = self._pixels(picture), self.end
         asked, answered = [*self.words.encode(question), end], [*self.words.encode(said), end]
-        lost = losses(self.model, codec.pixels(pixels[None])[0], asked, answered, **more)
-        return said, overlay(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()), lost)
+        lost = losses(self.model, self.model.codec.pixels(pixels)[0], asked, answered, **more)
+        return said, overlay(_pictures(pixels)[0], lost)
 
     # ---- drawings -----------------------------------------------------------------------------------------------
 
@@ -155,14 +163,16 @@ class Studio:
         return self.draw([prompt], given=(ids, ~(rows[:, None] & columns)[None]), **how)[0]
 
     def _look(self, pictures: Any) -> tuple[Tensor, Tensor]:
-        """One picture, or a list of them"""
+        return self.model.look(self.model.codec.pixels(self._pixels(pictures)))
+
+    def _pixels(self, pictures: Any) -> Tensor:
+        """One picture, or a list of them → uint8 (B, 3, H, W)"""
         shown = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
         if not shown:
             raise ConfigError("no picture", "give at least one")
         codec = self.model.codec
         fit = Fit().whole(codec)
-        pixels = [fit.apply(load_image(picture), codec.factor)[0] for picture in shown]
-        return self.model.look(codec.pixels(torch.stack(pixels)))
+        return torch.stack([fit.apply(load_image(picture), codec.factor)[0] for picture in shown])
 
     def _ids(self, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
         """(B, n) and (B,): each with its end; an empty text has no token at all"""
@@ -171,3 +181,59 @@ class Studio:
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def _mini() -> Path:
+    """The model that ships, whatever other folder has its name here."""
+    if MINI in configs.shipped():
+        return configs.SHIPPED / MINI
+    if not (Path(MINI) / configs.OWN).is_file():
+        raise CheckpointError(
+            "no weights of mini came with this copy of Vitrail",
+            f"train it ({TRAIN}) and give out/mini/final, or another folder of a unified model",
+        )
+    return Path(MINI)
+
+
+def _pictures(pixels: Tensor) -> list[Image.Image]:
+    """uint8 (B, 3, H, W)"""
+    return [Image.fromarray(one.permute(1, 2, 0).contiguous().numpy()) for one in pixels.cpu()]
+
+
+# ---- what packing costs -----------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """Between two copies of a model: the largest difference of logits, in standard deviations of the first's, and the
+    share of pictures' codes that the second gives other ids."""
+
+    words: float
+    codes: float
+    ids: float
+
+
+@torch.no_grad()
+def change(whole: Studio, other: Studio, pictures: Sequence[Source], texts: Sequence[str]) -> Change:
+    """On pictures, and a text about each: the words behind the picture, and the picture behind the words."""
+    asked, counts = whole._ids(texts, whole.model.codec.device)
+    ids, given = whole.tokenize(list(pictures)), torch.arange(asked.shape[1], device=asked.device) < counts[:, None]
+    h, w = ids.shape[1:]
+    # Every second code is hidden where drawing hides codes; what is drawn code after code hides none.
+    hidden = (torch.arange(h * w, device=ids.device).view(1, h, w) % 2 == 0).expand_as(ids)
+    found = []
+    for studio in (whole, other):
+        model = studio.model
+        said = model(model.shown(studio._look(list(pictures))[0]), model.words(asked, counts))[:, -asked.shape[1] :]
+        laid = model.lay(
+            model.words(asked, counts), model.drawn(ids, hidden if model.config.order == "masked" else None)
+        )
+        drawn = model.head(model.drawing_states(laid, model.hidden(laid)), model.parts(ids.flatten(1)))
+        found.append(([model.decoder.logits(said)[given]], drawn))
+    (words, codes), (words2, codes2) = found
+    other_ids = float((other.tokenize(list(pictures)) != ids).float().mean())
+    return Change(_farthest(words, words2), _farthest(codes, codes2), other_ids)
+
+
+def _farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    pairs = [(x.float(), y.float()) for x, y in zip(a, b, strict=True)]
+    return max(float((x - y).abs().max() / x.std()) for x, y in pairs)

@@ -23,12 +23,12 @@ COMMANDS = {
     "ask": Command(
         "vitrail.cli.studio:ask",
         "Ask a model questions about a picture.",
-        'vitrail ask scene.png "how many dogs are there?" --model out/mini/final',
+        'vitrail ask scene.png "how many dogs are there?"',
     ),
     "caption": Command(
         "vitrail.cli.studio:caption",
         "Say what pictures show.",
-        "vitrail caption scene.png --model out/mini/final",
+        "vitrail caption scene.png",
     ),
     "codec": Command(
         "vitrail.cli.codec:app",
@@ -40,6 +40,11 @@ COMMANDS = {
         "List, fetch and show data sets, and make scenes whose truth is known.",
         "vitrail data show crowded --out crowded.png",
     ),
+    "demo": Command(
+        "vitrail.cli.demo:demo",
+        "Write a page that shows a model reading pictures and drawing them.",
+        "vitrail demo --image photo.jpg -o out/demo",
+    ),
     "detokenize": Command(
         "vitrail.cli.tokenize:detokenize",
         "Write the pictures of a file of tokens.",
@@ -48,7 +53,7 @@ COMMANDS = {
     "draw": Command(
         "vitrail.cli.studio:draw",
         "Draw a picture, draw a part of one anew, or vary it.",
-        'vitrail draw "a red dog" --model out/mini/final -o dog.png --seed 1',
+        'vitrail draw "a red dog" -o dog.png --seed 1',
     ),
     "eval": Command(
         "vitrail.cli.eval:app",
@@ -79,6 +84,11 @@ COMMANDS = {
         "vitrail.cli.search:search",
         "Find pictures in a folder by words, or by another picture.",
         'vitrail search photos "a red bicycle" --model openai/clip-vit-base-patch16',
+    ),
+    "ship": Command(
+        "vitrail.cli.studio:ship",
+        "Pack a model that reads and draws into 8 bits a weight, and say what that changes.",
+        "vitrail ship out/mini/final -o src/vitrail/weights/mini",
     ),
     "stream": Command(
         "vitrail.cli.stream:stream",

@@ -1,0 +1,96 @@
+"""`vitrail demo`: one page on which a unified model reads pictures and draws others, beside what is true."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.tour import Step
+
+
+def demo(
+    *,
+    model: str | None = None,
+    image: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    out: Annotated[Path, Parameter(alias="-o")] = Path("out/demo"),
+    results: Path | None = None,
+    seed: int = 0,
+    device: str | None = None,
+) -> None:
+    """Write a page, OUT/index.html, that shows a model reading pictures and drawing them.
+
+    Example: vitrail demo --image photo.jpg -o out/demo
+
+    Pictures become codes, and pictures again. The model says what it sees, beside the truth where that is known; it
+    draws, and a judge looks; it is asked about its own drawing. The page needs no network, and no other file.
+
+    Parameters
+    ----------
+    model
+        A folder with a unified model; the one that ships unless given.
+    image
+        A picture of your own. May be repeated.
+    out
+        The folder to write to.
+    results
+        A JSON of measured results to show; results/mini.json, where there is one, for the model that ships.
+    seed
+        Another one has other prompts and other drawings.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    from vitrail import tour
+    from vitrail.hub.configs import shipped
+    from vitrail.show.page import page
+    from vitrail.studio import MINI, TRAIN, Studio
+
+    if seed < 0:
+        raise ConfigError(f"a seed of {seed}", "give 0 or more")
+    pictures = tour.shown(image)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error.strerror}", "give another folder") from None
+    if model is None and MINI not in shipped():
+        print(f"No weights came with this copy of Vitrail: the page shows scenes alone. To train some: {TRAIN}")
+        title, lead = "Scenes whose truth is known", [f"There is no model here to read them. To train one: {TRAIN}"]
+        sections = [tour.scenes(pictures)]
+    else:
+        kept = Path("results", f"{MINI}.json")
+        results = results or (kept if model is None and kept.is_file() else None)
+        found = [] if results is None else [tour.measured(results)]
+        studio = Studio.load(model or MINI, device=device)
+        with _steps(tour.steps(pictures)) as step:
+            sections = tour.tour(studio, pictures, seed, step) + found
+        title, lead = f"{model or MINI} reads and draws", tour.lead(studio)
+    file = out / "index.html"
+    try:
+        file.write_text(page(title, lead, sections), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}", "give another folder") from None
+    print(file)
+
+
+@contextmanager
+def _steps(total: int) -> "Iterator[Step]":
+    """A bar over so many steps, each of which may tell how far it is."""
+    from tqdm import tqdm
+
+    form = "{percentage:3.0f}% {bar} {elapsed} {desc}"
+    with tqdm(total=float(total), file=sys.stderr, disable=None, bar_format=form, leave=False) as bar:
+        begun = 0
+
+        def step(what: str) -> Callable[[int, int], Any]:
+            nonlocal begun
+            first, begun = begun, begun + 1
+            bar.set_description_str(what)
+            bar.update(first - bar.n)
+            return lambda done, of: bar.update(first + done / of - bar.n)
+
+        yield step

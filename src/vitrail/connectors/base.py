@@ -110,11 +110,6 @@ def fit(reads: int, gives: int) -> nn.Module:
     return nn.Identity() if reads == gives else nn.Linear(reads, gives)
 
 
-def small(*shape: int) -> nn.Parameter:
-    """Learned vectors, started small."""
-    return nn.Parameter(nn.init.trunc_normal_(torch.empty(*shape), std=0.02))
-
-
 def positive(config: Config, *names: str) -> None:
     """Refuse a width or a count that is none."""
     for name in names:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive, small
+from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive
 from vitrail.connectors.grids import Laid, as_grid, by_grid
 from vitrail.nn import Work, cost
+from vitrail.nn.learned import small
 from vitrail.processing.grid import Grid
 
 

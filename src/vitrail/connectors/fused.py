@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive, small
+from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive
 from vitrail.connectors.grids import Laid, count
 from vitrail.errors import ConfigError
 from vitrail.nn import (
@@ -30,6 +30,7 @@ from vitrail.nn import (
     attention_plan,
     cost,
 )
+from vitrail.nn.learned import small
 from vitrail.nn.norms import make_norm
 
 

@@ -16,11 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.connectors.base import Connector, ConnectorConfig, positive, small
+from vitrail.connectors.base import Connector, ConnectorConfig, positive
 from vitrail.connectors.grids import Laid
 from vitrail.errors import ConfigError
 from vitrail.nn import AttentionConfig, Block, BlockConfig, PlainConfig, Plan, Work, attention_plan, cost
 from vitrail.nn.block import Residual
+from vitrail.nn.learned import small
 from vitrail.nn.norms import make_norm
 
 Pass = Literal["itc", "itm", "itg"]

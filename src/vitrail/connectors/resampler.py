@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive, small
+from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive
 from vitrail.connectors.grids import Laid
 from vitrail.nn import AttentionConfig, Block, BlockConfig, PlainConfig, Work, cost
+from vitrail.nn.learned import small
 from vitrail.nn.mlp import Activation
 from vitrail.nn.norms import Norm, make_norm
 

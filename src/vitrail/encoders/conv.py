@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import weigh
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import Work, cost
+from vitrail.nn.learned import weigh
 
 
 class ConvConfig(Config, tag="conv", tag_field="kind"):

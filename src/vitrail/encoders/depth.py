@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import islice
 
-import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
@@ -42,14 +41,3 @@ def run_depths(
         if depth in depths:
             states[depth] = x
     return [states[depth] for depth in depths]
-
-
-def small(*shape: int) -> nn.Parameter:
-    """A learned vector or table, started small."""
-    return nn.Parameter(nn.init.trunc_normal_(torch.empty(*shape), std=0.02))
-
-
-def weigh(*parts: nn.Module | nn.Parameter | None) -> int:
-    """Bytes of some parts of a tower: those a pass does not read, though they weigh."""
-    weights = (part.parameters() if isinstance(part, nn.Module) else [part] for part in parts if part is not None)
-    return sum(p.numel() * p.element_size() for some in weights for p in some)

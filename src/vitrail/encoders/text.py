@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import run_blocks, small, weigh
+from vitrail.encoders.depth import run_blocks
 from vitrail.errors import ConfigError, TextError
 from vitrail.nn import Block, BlockConfig, Plan, Work, cost
+from vitrail.nn.learned import small, weigh
 from vitrail.nn.norms import make_norm
 from vitrail.processing.text import Tokenizer
 

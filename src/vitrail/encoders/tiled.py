@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import depth_of, run_depths, small
+from vitrail.encoders.depth import depth_of, run_depths
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import BlockConfig, PatchEmbed, Plan, Work, cost
 from vitrail.nn.block import Block
+from vitrail.nn.learned import small
 
 ROUND = (
     8  # a tile's tokens are filled up with zeros to a multiple of this, and were so in training; 1 + n² never is one

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import depth_of, weigh
+from vitrail.encoders.depth import depth_of
 from vitrail.encoders.vit import ViT, ViTConfig, whole_patches
 from vitrail.errors import ConfigError
 from vitrail.nn import Work, cost
+from vitrail.nn.learned import weigh
 
 
 class TowerConfig(Config):
@@ -31,7 +32,7 @@ class TowerConfig(Config):
             )
 
 
-class TowersConfig(Config):
+class TowersConfig(Config, tag="towers", tag_field="kind"):
     """`image` is the side of the pictures all towers get; each leaves unread what its patches leave over of it."""
 
     towers: tuple[TowerConfig, ...]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
-from vitrail.encoders.depth import run_blocks, small, weigh
+from vitrail.encoders.depth import run_blocks
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import (
     Attention,
@@ -28,6 +28,7 @@ from vitrail.nn import (
     patchify,
 )
 from vitrail.nn.block import Block, Residual
+from vitrail.nn.learned import small, weigh
 from vitrail.nn.norms import make_norm
 from vitrail.nn.positions import Resize
 

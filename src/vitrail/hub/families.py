@@ -8,6 +8,7 @@ from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
+from vitrail.hub.llava import LLAVA
 from vitrail.hub.qlip import QLIP as QLIP_FAMILY
 from vitrail.hub.towers_vl import TOWERS_VL
 from vitrail.models.detector import Detector, DetectorConfig
@@ -15,6 +16,7 @@ from vitrail.models.dino import Dino, DinoConfig
 from vitrail.models.masked import Masked, MaskedConfig
 from vitrail.models.qlip import QLIP, QLIPConfig, TaughtCodec, TaughtCodecConfig
 from vitrail.models.unified import Unified, UnifiedConfig
+from vitrail.models.vlm import VLM, VLMConfig
 
 MODELS: dict[str, tuple[type, type]] = {
     "codec": (CodecConfig, Codec),
@@ -25,6 +27,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "taught-codec": (TaughtCodecConfig, TaughtCodec),
     "dino": (DinoConfig, Dino),
     "unified": (UnifiedConfig, Unified),
+    "vlm": (VLMConfig, VLM),
     "packed_vit": (PackedViTConfig, PackedViT),
     "tiled_vit": (TiledViTConfig, TiledViT),
     **ENCODER_MODELS,
@@ -32,6 +35,6 @@ MODELS: dict[str, tuple[type, type]] = {
 """Kinds of our own format → config and model."""
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*DECODERS, *ENCODERS, *TOWERS_VL, EVA02, AUTOENCODER_KL, QLIP_FAMILY)
+    family.name: family for family in (*DECODERS, *ENCODERS, *TOWERS_VL, *LLAVA, EVA02, AUTOENCODER_KL, QLIP_FAMILY)
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

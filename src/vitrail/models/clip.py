@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.encoders.conv import Conv, ConvConfig
-from vitrail.encoders.depth import weigh
 from vitrail.encoders.presets import TEXTS, VITS
 from vitrail.encoders.text import TextConfig, TextTower
 from vitrail.encoders.vit import Grids, ViT, ViTConfig
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import Work, cost
+from vitrail.nn.learned import weigh
 
 
 class ContrastiveConfig(Config):

@@ -6,6 +6,7 @@ from vitrail.nn.attention import Attention, AttentionConfig
 from vitrail.nn.block import Block, BlockConfig
 from vitrail.nn.cache import KVCache
 from vitrail.nn.cost import Work
+from vitrail.nn.learned import small, weigh
 from vitrail.nn.mlp import ExpertsConfig, GatedConfig, MLPConfig, PlainConfig, balance_loss, make_mlp
 from vitrail.nn.patches import PatchEmbed, grid_windows, patchify, unpatchify
 from vitrail.nn.plan import Plan, attention_plan
@@ -39,6 +40,8 @@ __all__ = [
     "make_mlp",
     "patchify",
     "rotate",
+    "small",
     "text_positions",
     "unpatchify",
+    "weigh",
 ]

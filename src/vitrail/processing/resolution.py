@@ -25,7 +25,7 @@ from vitrail.processing.cut import (
 from vitrail.processing.grid import Grid
 
 __all__ = ["HD9", "POLICIES", "PRESETS", "AnyRes", "Crop", "Cut", "Letterbox", "NaFlex", "Naive", "Native", "Policy"]
-__all__ += ["Span", "View", "named"]
+__all__ += ["AnyPolicy", "Span", "View", "named"]
 
 
 def _single(height: int, width: int, view: View) -> Cut:
@@ -199,6 +199,9 @@ class NaFlex(Policy, tag="naflex"):
         rows, columns = (max(1, math.ceil(side * scale / self.patch)) for side in (height, width))
         return rows, columns
 
+
+AnyPolicy = Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9
+"""What the `policy` of a table can say."""
 
 POLICIES: dict[str, type[Policy]] = {
     "naive": Naive,

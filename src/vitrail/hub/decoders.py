@@ -233,7 +233,7 @@ def decoder_moves(config: DecoderConfig) -> list[Move]:
 # ---- rows -------------------------------------------------------------------------------------------------------
 
 
-def _spelt(config: DecoderConfig) -> DecoderConfig:
+def spelt(config: DecoderConfig) -> DecoderConfig:
     """The same model with everything said, and nothing about norms that are not there."""
     block, attention = config.block, config.block.attention
     said = attention.with_(
@@ -248,7 +248,7 @@ def _spelt(config: DecoderConfig) -> DecoderConfig:
 COPIES = (("lm_head.weight", "model.embed_tokens.weight"),)  # tied, and stored all the same: Qwen3-0.6B
 
 DECODERS = tuple(
-    Family(name, Decoder, read, write, round_trip(read, write, _spelt), decoder_moves, copies=COPIES)
+    Family(name, Decoder, read, write, round_trip(read, write, spelt), decoder_moves, copies=COPIES)
     for name, read, write in [
         ("llama", _read_llama, _write_llama),
         ("qwen2", _read_qwen2, _write_qwen2),

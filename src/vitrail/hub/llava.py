@@ -5,7 +5,7 @@ from typing import Any
 from vitrail.connectors import ProjectorConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.hub.decoders import DECODERS
+from vitrail.hub.decoders import DECODERS, spelt
 from vitrail.hub.encoders import ENCODERS
 from vitrail.hub.family import ACTIVATIONS, Family, round_trip
 from vitrail.hub.maps import Move, layer, under, view
@@ -123,6 +123,7 @@ def _write_next(config: VLMConfig) -> About:
 
 def _moves(config: VLMConfig) -> list[Move]:
     towers, words = family_of(config.tower, TOWERS), family_of(config.decoder, WORDS)
+    assert isinstance(config.connector, ProjectorConfig)
     moves = [
         *under("tower.", "vision_tower.", towers.moves(config.tower)),
         *layer("connector.layers.linears.0", "multi_modal_projector.linear_1", config.connector.bias),
@@ -133,10 +134,14 @@ def _moves(config: VLMConfig) -> list[Move]:
     return [*moves, view("newline", "image_newline", (1, width), (width,))] if config.newline else moves
 
 
+def whole_spelt(config: VLMConfig) -> VLMConfig:
+    return config.with_(decoder=spelt(config.decoder))
+
+
 OLDER = (("vision_tower.", "vision_tower.vision_model."),)  # as the released files have it
 COPIES = (("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),)
 
 LLAVA = tuple(
-    Family(name, VLM, _read, write, round_trip(_read, write), _moves, copies=COPIES, older=OLDER)
+    Family(name, VLM, _read, write, round_trip(_read, write, whole_spelt), _moves, copies=COPIES, older=OLDER)
     for name, write in [("llava", _write), ("llava_next", _write_next)]
 )

@@ -6,7 +6,7 @@ decoder, B rows, L tokens of a row
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +138,7 @@ class VLMConfig(Config):
         lead = self.tower.prefix if self.prefix and isinstance(self.tower, ViTConfig) else 0
         return lead + grid.patches if lead else grid
 
-    def part(self, shape: Shape, **more: object) -> Part:
+    def part(self, shape: Shape, **more: Any) -> Part:
         """The place of a picture, or of a video (a grid of several frames), in a stream."""
         if isinstance(shape, Grid):
             return video(shape, **more) if shape.t > 1 else picture(shape, **more)
@@ -245,7 +245,7 @@ class VLM(nn.Module):
         embeds = merge(embeds, {feed: one.blocks for feed, one in seen.items()} | tables, batch)
         beside = self._beside(batch, seen, embeds)
         positions = batch.positions[..., 0] if self.config.decoder.rotary.layout == "1d" else batch.positions
-        more: dict = {"plan": batch.plan().to(ids.device)}
+        more: dict[str, Any] = {"plan": batch.plan().to(ids.device)}
         if cache is not None:
             counts = torch.tensor(batch.lengths, device=ids.device)
             more = {"cache": cache, "counts": counts, "spans": batch.spans.to(ids.device)}

@@ -1,0 +1,203 @@
+"""Vision-language models from parts: tower, connector, fusion and resolution chosen independently."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers import randomize
+from vitrail.backbones.decoder import DecoderConfig
+from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig, PrefixConfig
+from vitrail.connectors import (
+    ConvMergerConfig,
+    MergerConfig,
+    PoolConfig,
+    ProjectorConfig,
+    QFormerConfig,
+    ResamplerConfig,
+)
+from vitrail.encoders.packed import PackedViTConfig
+from vitrail.encoders.towers import TowerConfig, TowersConfig
+from vitrail.encoders.vit import ViTConfig
+from vitrail.errors import ConfigError, ImageError, StreamError
+from vitrail.models.vlm import VLM, VLMConfig
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
+from vitrail.processing.resolution import HD9, AnyRes, Letterbox, NaFlex, Naive, Native
+from vitrail.stream import Rules, build, pack, split, words
+
+BLOCK = BlockConfig(width=16, attention=AttentionConfig(heads=2, bias="all"), mlp=PlainConfig(hidden=24))
+TOWER = ViTConfig(layers=3, block=BLOCK, image=24, patch=4, cls=True, positions="cls_and_patches")
+PACKED = PackedViTConfig(layers=3, block=BLOCK, patch=4, merge=2)
+TEXT = BlockConfig(width=32, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=40), norm="rms")
+DECODER = DecoderConfig(vocab=50, layers=3, block=TEXT, rotary=RotaryConfig(16))
+TURNED = DECODER.with_(rotary=RotaryConfig(16, layout="mrope", sections=(2, 3, 3)))
+PROJECTOR = ProjectorConfig(reads=16, gives=32)
+
+CONNECTORS = {
+    "projector": PROJECTOR,
+    "merger": MergerConfig(reads=16, gives=32),
+    "pool": PoolConfig(reads=16, gives=32, space=2),
+    "conv": ConvMergerConfig(reads=16, gives=32),
+    "resampler": ResamplerConfig(reads=16, gives=32, latents=5, layers=1, heads=2),
+    "qformer": QFormerConfig(reads=16, gives=32, queries=4, layers=2, width=24, heads=2, hidden=32),
+}
+POLICIES = {
+    "naive": Naive(size=24, patch=4),
+    "letterbox": Letterbox(size=24, patch=4),
+    "anyres": AnyRes(tile=24, patch=4),
+}
+FUSIONS = {"prefix": PrefixConfig(), "expert": ExpertConfig()}
+
+
+def made(config: VLMConfig) -> VLM:
+    return randomize(VLM(config).eval())
+
+
+def pictures(*sizes):
+    chance = np.random.default_rng(0)
+    return [Image.fromarray(chance.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
+
+
+def samples(model, shapes):
+    """One picture each, and words of unequal length."""
+    return [
+        build([words(range(1, 3 + i)), model.config.part(shape), words([7, 8])], model.config.rules)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def packed_is_alone(model, images):
+    """Packed in one row as by itself, and no gradient from one sample to the picture of another."""
+    shown = model.prepare(images)
+    mine = samples(model, shown.shapes)
+    batch = pack(mine, sum(map(len, mine)))
+    pixels = shown.pixels.requires_grad_()
+    logits = split(batch, model(batch, shown))
+    for sample, image, found in zip(mine, images, logits, strict=True):
+        assert len(found) == len(sample)
+        expected = model(pack([sample], len(sample)), model.prepare([image]))[0]
+        assert torch.allclose(found, expected, atol=1e-4)
+    (gradient,) = torch.autograd.grad(logits[-1].square().sum(), pixels)
+    last = model.prepare(images[-1:]).pixels
+    assert gradient[-len(last) :].any() and not gradient[: -len(last)].any()
+
+
+@pytest.mark.parametrize(("connector", "policy", "fusion"), list(product(CONNECTORS, POLICIES, FUSIONS)))
+def test_any_connector_policy_and_fusion(connector, policy, fusion):
+    config = {
+        "tower": TOWER,
+        "connector": CONNECTORS[connector],
+        "decoder": DECODER.with_(fusion=FUSIONS[fusion]),
+        "policy": POLICIES[policy],
+        "layer": -2,
+        "newline": True,
+    }
+    if policy == "anyres" and connector != "projector":
+        with pytest.raises(ConfigError, match="newlines"):
+            model = made(VLMConfig(**config))
+            model.config.part(POLICIES[policy].cut(30, 50))
+        return
+    model = made(VLMConfig(**config))
+    packed_is_alone(model, pictures((30, 50), (24, 24), (61, 33)))
+    assert model.config.tokens(POLICIES[policy].cut(30, 50)) == len(
+        model.look(model.prepare(pictures((30, 50)))).blocks[0]
+    ) + (sum(span.size[0] for span in POLICIES[policy].cut(30, 50).spans if span.newline == "row"))
+
+
+def test_towers_side_by_side():
+    plain = TOWER.with_(cls=False, positions="patches")
+    towers = TowersConfig(towers=(TowerConfig(vit=TOWER, layer=-2), TowerConfig(vit=plain)), image=24)
+    projector = ProjectorConfig(reads=32, gives=32)
+    config = VLMConfig(tower=towers, connector=projector, decoder=DECODER, policy=POLICIES["naive"])
+    packed_is_alone(made(config), pictures((30, 50), (24, 24)))
+    with pytest.raises(ConfigError, match="layer and prefix"):
+        config.with_(layer=-2)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_pictures_of_their_own_size(stacked):
+    """Packed towers, with and without DeepStack, under positions of three axes."""
+    merger = MergerConfig(reads=16, gives=32, order="blocks")
+    config = VLMConfig(
+        tower=PACKED.with_(taps=(1, 2) if stacked else ()),
+        connector=merger,
+        stack=merger.with_(norm_at="after") if stacked else None,
+        decoder=TURNED.with_(fusion=DeepStackConfig(at=(0, 1))) if stacked else TURNED,
+        policy=Native(patch=4, min_pixels=64, max_pixels=1024),
+        rules=Rules(positions="qwen3-vl"),
+    )
+    packed_is_alone(made(config), pictures((30, 50), (24, 16), (9, 33)))
+
+
+def test_a_prefix_is_read_along():
+    config = VLMConfig(tower=TOWER, connector=PROJECTOR, decoder=DECODER, policy=POLICIES["naive"], prefix=True)
+    assert config.tokens(config.policy.cut(30, 50)) == 37
+    packed_is_alone(made(config), pictures((30, 50), (24, 24)))
+
+
+def test_hd9():
+    tower = TOWER.with_(cls=False, positions="patches")
+    connector = ConvMergerConfig(reads=16, gives=32)
+    config = VLMConfig(tower=tower, connector=connector, decoder=DECODER, policy=HD9(tile=24, patch=4), newline=True)
+    assert config.tokens(config.policy.cut(30, 50)) == 10 * (9 + 1)
+    packed_is_alone(made(config), pictures((30, 50), (24, 24)))
+
+
+def test_text_alone():
+    model = made(VLMConfig(tower=TOWER, connector=PROJECTOR, decoder=DECODER, policy=POLICIES["naive"]))
+    sample = build([words([1, 2, 3])], model.config.rules)
+    batch = pack([sample], 3)
+    assert torch.equal(model(batch), model.decoder(batch.ids))
+
+
+def test_cached_is_uncached():
+    model = made(VLMConfig(tower=TOWER, connector=PROJECTOR, decoder=DECODER, policy=POLICIES["naive"]))
+    shown = model.prepare(pictures((30, 50)))
+    whole = build([words([1, 2]), model.config.part(shown.shapes[0]), words([7, 8, 9])], model.config.rules)
+    expected = model(pack([whole], len(whole)), shown)[0]
+    first = build([words([1, 2]), model.config.part(shown.shapes[0]), words([7])], model.config.rules)
+    cache = model.decoder.cache(1)
+    hidden = [model.hidden(pack([first], len(first)), shown, cache=cache)]
+    hidden += [model.decoder.hidden(torch.tensor([[id]]), cache=cache) for id in (8, 9)]
+    assert torch.allclose(model.decoder.logits(torch.cat(hidden, 1))[0], expected, atol=1e-4)
+
+
+WHOLE = {"tower": TOWER, "connector": PROJECTOR, "decoder": DECODER, "policy": POLICIES["naive"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"connector": PROJECTOR.with_(reads=15)}, "reads = 16"),
+        ({"connector": PROJECTOR.with_(gives=31)}, "gives = 32"),
+        ({"policy": Naive(size=24, patch=3)}, "policy.patch = 4"),
+        ({"policy": Native(patch=4)}, "native"),
+        ({"policy": NaFlex(patch=4)}, "naflex"),
+        ({"tower": PACKED}, "views of one size"),
+        ({"layer": 7}, "7"),
+        ({"stack": PROJECTOR}, "DeepStack"),
+        ({"decoder": DECODER.with_(fusion=DeepStackConfig(at=(0,)))}, "DeepStack"),
+        ({"decoder": DECODER.with_(fusion=CrossConfig(at=(0,)))}, "cross-attention"),
+        ({"rules": Rules(vocab=49)}, "49"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_built(change, says):
+    with pytest.raises(ConfigError, match=says):
+        VLMConfig(**WHOLE | change)
+
+
+def test_what_does_not_fit_the_stream_is_refused():
+    model = made(VLMConfig(**WHOLE))
+    shown = model.prepare(pictures((30, 50), (24, 24)))
+    sample = samples(model, shown.shapes[:1])[0]
+    batch = pack([sample], len(sample))
+    with pytest.raises(StreamError, match="2 blocks"):
+        model(batch, shown)
+    with pytest.raises(StreamError, match="got none"):
+        model(batch)
+    with pytest.raises(ImageError, match="2 views"):
+        model(batch, shown._replace(shapes=shown.shapes[:1]))
+    with pytest.raises(ImageError, match="no picture"):
+        model.prepare([])

@@ -13,13 +13,14 @@ from evals.test_suites_models import own, tokenizer
 from hub.test_pictures import pair, tiny
 from vitrail import hub
 from vitrail.cli.eval import app
+from vitrail.data.collection import collection
 from vitrail.data.pictures import READERS, About
 from vitrail.encoders.conv import Conv, ConvConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.evals.contrastive import Embedder
 from vitrail.evals.suites import sets
-from vitrail.evals.viewer import Viewer, tower_of
+from vitrail.evals.viewer import Viewer, tower_of, trim
 from vitrail.models.clip import Contrastive
 from vitrail.nn import AttentionConfig, BlockConfig
 from vitrail.nn.mlp import PlainConfig
@@ -182,6 +183,30 @@ def test_retrieval_writes_what_was_asked_and_found(tmp_path, toy, capsys):
         low, high = score["interval"]
         assert low <= score["value"] <= high and score["of"] and "chance" in score["beside"]
         assert ", ".join([score["name"], *(f"{k} {v}" for k, v in score["part"].items())]) in printed
+
+
+def test_trimmed_pictures_are_those_of_a_trimmed_collection(tmp_path, monkeypatch):
+    """What training sees and what retrieval looks at, of a drawing with margins and of one without opacity."""
+    monkeypatch.setenv("VITRAIL_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    drawing = np.zeros((50, 50, 4), np.uint8)
+    drawing[3:30, 15:35] = (200, 30, 0, 255)
+    Image.fromarray(drawing).save(folder / "ant.png")
+    Image.fromarray(TALL).resize((16, 16)).save(folder / "bee.png")
+    model, seen = own(tmp_path / "ckpt"), []
+    side = model.config.image.image
+    look = Embedder.images
+    monkeypatch.setattr(Embedder, "images", lambda self, some: (seen.extend(p() for p in some), look(self, some))[1])
+    run(tmp_path / "ckpt", "retrieval", "--data", folder, "--trim", "--out", tmp_path / "scores.json")
+    assert written(tmp_path / "scores.json")["trim"] is True
+    kept = collection(str(folder), side, trim=True).pixels.permute(0, 2, 3, 1).numpy()
+    assert np.array_equal(seen[0], kept[0]) and not np.array_equal(seen[0], collection(str(folder), side).pixels[0])
+    assert np.abs(seen[1].astype(float) - kept[1]).mean() < 8  # opaque: resized there and back
+    run(tmp_path / "ckpt", "retrieval", "--data", folder, "--out", tmp_path / "scores.json")
+    assert written(tmp_path / "scores.json")["trim"] is False
+    with pytest.raises(DataError, match="trimmed"):
+        trim([folder / "ant.png"], side)[0]()
 
 
 def test_all_languages_and_keywords_from_the_command_line(tmp_path, toy, capsys):

@@ -23,7 +23,7 @@ ABOUTS = (
 def gathered(monkeypatch):
     """Three pictures that are there whatever is asked for."""
     pixels = torch.randint(0, 256, (3, 4, 8, 8), dtype=torch.uint8)
-    monkeypatch.setattr("vitrail.data.named.collection", lambda name, side: Collection(ABOUTS, pixels))
+    monkeypatch.setattr("vitrail.data.named.collection", lambda *_: Collection(ABOUTS, pixels))
     return pixels
 
 
@@ -56,6 +56,30 @@ def test_a_folder_is_gathered_once_and_again_when_it_changes(folder, monkeypatch
 def test_pictures_with_opacity_have_four_channels(folder):
     Image.new("RGBA", (10, 10), (0, 0, 0, 9)).save(folder / "gnu.png")
     assert collection(str(folder), 6).pixels.shape == (3, 4, 6, 6)
+
+
+def test_trimmed_pictures_fill_their_frame_and_are_kept_apart(folder):
+    drawing = np.zeros((40, 40, 4), np.uint8)
+    drawing[4:34, 10:30] = (0, 200, 0, 255)
+    Image.fromarray(drawing).save(folder / "gnu.png")
+    plain, trim = collection(str(folder), 20), collection(str(folder), 20, trim=True)
+    names = [about.name for about in trim.abouts]
+    assert plain.abouts == trim.abouts and not torch.equal(plain.pixels, trim.pixels)
+    gnu = trim.pixels[names.index("gnu")]
+    assert gnu[3, [0, -1], 10].min() > 200 and gnu[3, 10].gt(127).sum() in (13, 14)  # 30 high, 20 wide
+    for opaque in ("fox", "hen"):  # one of them is not square
+        assert torch.equal(trim.pixels[names.index(opaque)], plain.pixels[names.index(opaque)])
+    assert torch.equal(collection(str(folder), 20).pixels, plain.pixels)
+    source = NamedSource(NamedConfig(data=(str(folder),), side=20, trim=True))
+    assert torch.equal(source.pixels(torch.arange(3)), trim.pixels)
+
+
+def test_what_a_reader_mends_makes_another_collection(monkeypatch):
+    made = [collections._made_of(name, 8, trim) for name in ("fluent", "noto") for trim in (False, True)]
+    assert len(set(made)) == 4
+    monkeypatch.setitem(collections.MISNAMED, "fluent", ())
+    again = [collections._made_of(name, 8, trim) for name in ("fluent", "noto") for trim in (False, True)]
+    assert [one == two for one, two in zip(made, again, strict=True)] == [False, False, True, True]
 
 
 def test_broken_pictures_are_left_out_and_counted(folder, capsys):
@@ -144,7 +168,7 @@ def test_texts_that_tell_of_several_things_are_not_said(monkeypatch):
     abouts = tuple(About(f"a/{n}", "a", str(n), name, ("sea",) if n < 2 else ("sky",), labels={"fr": "mot"})
                    for n, name in enumerate(("ship", "fish", "bird", "Bird")))  # fmt: skip
     pixels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
-    monkeypatch.setattr("vitrail.data.named.collection", lambda name, side: Collection(abouts, pixels))
+    monkeypatch.setattr("vitrail.data.named.collection", lambda *_: Collection(abouts, pixels))
     config = NamedConfig(data=("x",), side=8, keywords=0.5, languages=("fr",), foreign=0.5, templates=("{}",))
     source = NamedSource(config)
     said = [set(source.pieces.read(source.texts(torch.full((200,), n)))) for n in range(4)]
@@ -158,7 +182,7 @@ def test_parts_are_those_of_sets_that_have_any(monkeypatch):
         *ABOUTS,
     )
     pixels = torch.zeros(5, 3, 8, 8, dtype=torch.uint8)
-    monkeypatch.setattr("vitrail.data.named.collection", lambda name, side: Collection(abouts, pixels))
+    monkeypatch.setattr("vitrail.data.named.collection", lambda *_: Collection(abouts, pixels))
     source = NamedSource(NamedConfig(data=("noto",), side=8, part="train"))
     assert [about.key for about in source.abouts] == ["train-1", "1", "2", "3"]
 

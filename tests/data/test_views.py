@@ -1,5 +1,7 @@
 """Views: each change does what it says and nothing else, on every shape, and never leaves the range."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -52,7 +54,8 @@ def test_a_stretch_without_an_area_reaches_over_the_edge():
 )
 def test_all_changes_at_once_keep_shape_and_range(B, C, H, W, S, least, most, much):
     chances = dict.fromkeys(("mirror", "colour", "repaint", "grey", "blur", "noise", "erase", "ground"), much)
-    config = ViewsConfig(side=S or H, area=(least, most), stretch=1.3, shift=much / 2, turn=90 * much, **chances)
+    moved = {"area": (least, most), "stretch": 1.3, "shift": much / 2, "turn": 90 * much}
+    config = ViewsConfig(side=S or H, gamma=(-much, much), **moved, **chances)
     made = views(picture(B, C, H, W), config)
     assert made.shape == (B, 3, S or H, S or H) and made.dtype == torch.float32
     assert made.isfinite().all() and made.abs().max() <= 1
@@ -105,6 +108,46 @@ def test_what_is_transparent_shows_white_or_another_ground_and_hides_its_colours
     assert 0.15 < some < 0.45
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-2, 2), st.floats(0, 1))
+def test_gamma_bends_colours_and_keeps_their_order(least, span):
+    ramp = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(7, 3, 16, 16)
+    made = (views(ramp, ViewsConfig(gamma=(least, min(2.0, least + span)))) + 1) / 2
+    flat = made.reshape(7, 3, 256)
+    torch.testing.assert_close(flat[..., [0, 255]], torch.tensor([0.0, 1.0]).expand(7, 3, 2), atol=1e-6, rtol=0)
+    assert flat.diff(dim=2).min() >= 0 and torch.equal(flat[:, 0], flat[:, 2])
+    # The exponent, of any colour between, is one a picture and in the range.
+    seen = (flat[:, 0, 100:200].clamp(1e-6).log() / (torch.arange(100, 200) / 255).log()).log()
+    assert (seen.amax(1) - seen.amin(1)).max() < 1e-2
+    assert least - 1e-2 <= seen.min() and seen.max() <= min(2.0, least + span) + 1e-2
+
+
+def test_gamma_of_one_picture_is_not_that_of_another_and_without_it_no_chance_is_drawn():
+    x = picture(1, 3, 8, 8).expand(6, 3, 8, 8)
+    made = views(x, ViewsConfig(gamma=(-0.5, 0.5)))
+    assert len({round(float(some.mean()), 4) for some in made}) == 6
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(views(x, ViewsConfig(gamma=(0.0, 0.0))), views(x)) and torch.equal(torch.rand(1), expected)
+
+
+def test_gamma_leaves_opacity_and_the_ground_as_they_are():
+    x = picture(20, 4, 8, 8)
+    x[:, :3] = 255  # white stays white whatever its exponent, so only opacity and ground could make a difference
+    made = []
+    for gamma in ((0.0, 0.0), (0.7, 0.7)):
+        torch.manual_seed(3)
+        if gamma == (0.0, 0.0):
+            torch.rand(20, 1, 1, 1)  # what the exponents take
+        made.append(views(x, ViewsConfig(gamma=gamma, ground=1.0)))
+    assert torch.equal(*made) and made[0].min() < 0.5
+    x[:, :3], x[:, 3] = 51, 128  # on white: the colour is bent before it is mixed, not what is mixed
+    opaque = 128 / 255
+    bent = torch.tensor(0.2 ** math.exp(0.7) * opaque + 1 - opaque) * 2 - 1
+    torch.testing.assert_close(views(x, ViewsConfig(gamma=(0.7, 0.7))), bent.expand(20, 3, 8, 8), atol=1e-5, rtol=0)
+
+
 def test_grey_has_one_colour_and_keeps_its_brightness():
     x = picture(40, 3, 8, 8)
     made = (views(x, ViewsConfig(grey=1.0)) + 1) / 2
@@ -136,7 +179,16 @@ def test_chance_follows_the_seed():
 
 @pytest.mark.parametrize(
     "change",
-    [{"area": (0.0, 1.0)}, {"area": (0.9, 0.5)}, {"stretch": 0.5}, {"mirror": 1.5}, {"turn": -3.0}, {"side": 0}],
+    [
+        {"area": (0.0, 1.0)},
+        {"area": (0.9, 0.5)},
+        {"stretch": 0.5},
+        {"mirror": 1.5},
+        {"turn": -3.0},
+        {"side": 0},
+        {"gamma": (0.2, 0.1)},
+        {"gamma": (-3.0, 0.0)},
+    ],
 )
 def test_what_cannot_be_is_refused(change):
     with pytest.raises(ConfigError):

@@ -108,6 +108,7 @@ def retrieval(
     without: Several = (),
     by_category: Annotated[bool, Parameter(negative="")] = False,
     width: Widths = (),
+    trim: Annotated[bool, Parameter(negative="")] = False,
     common: Common = COMMON,
 ) -> None:
     """Find pictures by their captions and captions by their pictures, over the whole gallery.
@@ -135,15 +136,21 @@ def retrieval(
         Also recall@1 of each category.
     width
         Of embeddings only their first so many numbers (Matryoshka); may be repeated.
+    trim
+        Cut pictures to what is opaque: for a model that was trained on such (`trim = true` in its recipe).
     """
     from vitrail.evals.suites import sets
     from vitrail.evals.suites.asking import Asking, ask
+    from vitrail.evals.viewer import trim as trim_pictures
 
     embedder = open_embedder(model, common)
     asking = Asking(texts, language, all_languages, without, by_category, width)
-    found = ask(embedder, sets.album(data, limit, embedder.side), asking)
+    album = sets.album(data, limit, 2 * embedder.side if trim else embedder.side)
+    if trim:
+        album.pictures = trim_pictures(album.pictures, embedder.side)
+    found = ask(embedder, album, asking)
     print(found)
-    settings = {"data": data, "limit": limit, **asking._asdict(), **found.counts}
+    settings = {"data": data, "limit": limit, "trim": trim, **asking._asdict(), **found.counts}
     show("retrieval", model, settings, found.scores, embedder, common)
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from vitrail.data.pictures import About, labelled, pictures
 from vitrail.data.pictures.classes import READERS as CLASSES
 from vitrail.data.pictures.classes import Part
-from vitrail.data.pictures.emoji import VENDORS
+from vitrail.data.pictures.emoji import LEFT_OUT, MISNAMED, VENDORS
+from vitrail.data.pictures.pixels import trimmed
 from vitrail.data.sources import SOURCES, home, source
 from vitrail.data.sources.progress import bar
 from vitrail.errors import DataError, ImageError
@@ -68,27 +69,30 @@ class Collection:
         return cls(abouts, pixels)
 
 
-def collection(name: str, side: int) -> Collection:
+def collection(name: str, side: int, trim: bool = False) -> Collection:
     """The pictures of a source (`vitrail data list`) or a folder, at one size: fetched and made the first time.
 
-    What is not square is squashed, as our towers see all pictures. Those that cannot be read are left out, and counted.
+    What is not square is squashed, as our towers see all pictures, or with `trim` cut to the square around what is
+    opaque, where a picture has opacity. Those that cannot be read are left out, and counted.
     """
     if side < 1:
         raise DataError(f"pictures of {side} pixels", "give at least 1")
     if name in CLASSES:  # arrays already
         return _of_classes(name, side)
-    file = home() / "collections" / f"{Path(name).name.replace(':', '-')}-{side}-{_made_of(name, side)}.safetensors"
+    made_of = _made_of(name, side, trim)
+    file = home() / "collections" / f"{Path(name).name.replace(':', '-')}-{side}-{made_of}.safetensors"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}.partial")
-        _gathered(name, side).save(partial)
+        _gathered(name, side, trim).save(partial)
         partial.replace(file)
     return Collection.load(file)
 
 
-def _made_of(name: str, side: int) -> str:
-    """Another version of a source, or another file in a folder, makes another collection."""
-    parts: list[object] = [_FORMAT, name, side]
+def _made_of(name: str, side: int, trim: bool) -> str:
+    """Another version of a source, what its reader mends, or another file in a folder, makes another collection."""
+    parts: list[object] = [_FORMAT, name, side, *(["trim"] if trim else [])]
+    parts += [mended[name] for mended in (LEFT_OUT, MISNAMED) if name in mended]
     if name in SOURCES:
         rows = [source(part) for part in ((name, "emojibase") if name in VENDORS else (name,))]
         parts += [(row.package, row.version) for row in rows]
@@ -110,13 +114,16 @@ def _of_classes(name: str, side: int) -> Collection:
     return Collection(tuple(opened.about(item) for item in range(len(opened))), images.contiguous())
 
 
-def _gathered(name: str, side: int) -> Collection:
+def _gathered(name: str, side: int, trim: bool) -> Collection:
     opened, abouts, cells, lost = pictures(name), [], [], []
     with bar(f"gathering {name}", len(opened), unit="picture") as progress:
         for item in range(len(opened)):
             about = opened.about(item)
             try:
-                cells.append(_squared(opened.rgba(item, side), side))
+                rgba = opened.rgba(item, side)
+                if trim and (rgba[..., 3] < 255).any():
+                    rgba = trimmed(opened.rgba(item, 2 * side), side)
+                cells.append(_squared(rgba, side))
                 abouts.append(about)
             except ImageError:
                 lost.append(about.id)

@@ -53,6 +53,7 @@ class NamedConfig(Config, tag="named", tag_field="kind"):
     """
     data        sources of pictures (`vitrail data list`) or folders
     side        at which pictures are kept
+    trim        cut each to what is opaque, so that all designs fill their frame alike
     part        of sets with classes: train, test or both; of others, all
     names       what a picture is called by: its own name, or its category (of a folder: the one that it lies in)
     only        categories that count; all unless given
@@ -65,6 +66,7 @@ class NamedConfig(Config, tag="named", tag_field="kind"):
 
     data: tuple[str, ...]
     side: int = 64
+    trim: bool = False
     part: Literal["all", "train", "test"] = "all"
     names: Literal["own", "category"] = "own"
     only: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ class NamedSource:
 
     def __init__(self, config: NamedConfig, name: str = "named"):
         self.config, self.name, self.pieces = config, name, Pieces()
-        found = [_called(collection(data, config.side), data, config.names) for data in config.data]
+        found = [_called(collection(data, config.side, config.trim), data, config.names) for data in config.data]
         _check_known([about for some in found for about in some.abouts], config)
         rows = [[row for row, about in enumerate(some.abouts) if _wanted(about, config)] for some in found]
         self.abouts = tuple(some.abouts[row] for some, kept in zip(found, rows, strict=True) for row in kept)

@@ -27,6 +27,7 @@ class ViewsConfig(Config):
               the picture's stays inside it, or has all of it inside (0.5 reaches every such place)
     turn      degrees, either way
     mirror    chance
+    gamma     the least and the largest u, where colours in 0…1 are raised to e^u: below 0 middle tones get lighter
     colour    how far brightness, contrast, saturation and (a quarter as far) hue go astray
     repaint   chance of colours mixed anew, in which only shape is left to go by
     grey      chance
@@ -42,6 +43,7 @@ class ViewsConfig(Config):
     shift: float = 0.0
     turn: float = 0.0
     mirror: float = 0.0
+    gamma: tuple[float, float] = (0.0, 0.0)
     colour: float = 0.0
     repaint: float = 0.0
     grey: float = 0.0
@@ -57,6 +59,8 @@ class ViewsConfig(Config):
             raise ConfigError(f"views of {self.area[0]:g} … {self.area[1]:g} of a picture", "give 0 < least ≤ most ≤ 4")
         if not 1 <= self.stretch <= 4:
             raise ConfigError(f"views stretched by {self.stretch:g}", "give 1 … 4")
+        if not -2 <= self.gamma[0] <= self.gamma[1] <= 2:
+            raise ConfigError(f"gamma = {self.gamma[0]:g} … {self.gamma[1]:g}", "give −2 ≤ least ≤ most ≤ 2")
         for name in ("mirror", "repaint", "grey", "blur", "erase", "ground"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a chance of {getattr(self, name):g}", "give 0 … 1")
@@ -77,6 +81,8 @@ def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
             "give red, green, blue and perhaps opacity",
         )
     x = pixels / 255
+    if config.gamma != (0.0, 0.0):
+        x = torch.cat([_bent(x[:, :3], config), x[:, 3:]], 1)
     if x.shape[2] != x.shape[3]:
         x = F.interpolate(x, (max(x.shape[2:]),) * 2, mode="bilinear")
     if pixels.shape[1] == 4:  # colours of what is transparent must not bleed into what is not
@@ -131,6 +137,12 @@ def _placed(x: Tensor, config: ViewsConfig) -> Tensor:
         x = F.interpolate(x, (enough, enough), mode="bilinear", antialias=True)
     grid = F.affine_grid(theta, [B, C, S, S], align_corners=False)
     return F.grid_sample(x, grid, padding_mode=edge, align_corners=False)
+
+
+def _bent(x: Tensor, config: ViewsConfig) -> Tensor:
+    """Black and white stay, and what was darker stays so"""
+    least, most = config.gamma
+    return x ** torch.exp(least + (most - least) * torch.rand(len(x), 1, 1, 1, device=x.device))
 
 
 def _grounds(x: Tensor, config: ViewsConfig) -> Tensor:

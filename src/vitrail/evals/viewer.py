@@ -4,11 +4,14 @@ N pictures, B of them at once, C channels, H, W pixels, D width of a pooled feat
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.pictures.pixels import trimmed
 from vitrail.data.sources.progress import bar
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.processing.images import Source
@@ -95,6 +98,18 @@ class Viewer:
                 some = items[start : start + self.batch]
                 yield some
                 progress.update(len(some))
+
+
+def trim(pictures: Sequence[Picture], side: int) -> list[Picture]:
+    """Pictures with opacity as a collection with `trim` has them, cut when they are looked at."""
+    return [partial(_trimmed, picture, side) for picture in pictures]
+
+
+def _trimmed(picture: Picture, side: int) -> Source:
+    source = picture() if callable(picture) else picture
+    if not isinstance(source, np.ndarray) or source.shape[2:] != (4,):
+        raise DataError("only pictures of a source or a folder can be trimmed", "leave --trim out")
+    return trimmed(source, side)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from vitrail.processing.images import FORMATS, MAX_PIXELS, load_image
 RASTER = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif")
 SUFFIXES = (*RASTER, ".svg")
 MAX_SIDE = math.isqrt(MAX_PIXELS)
+OPAQUE = 32  # of 255: what is fainter is the end of a shadow
+CLOSEST = 1.5  # how much larger a trimmed picture may be: a small square and a large one are two emoji
 
 # What a drawing refers to outside itself: files of the machine that it was drawn on, or of this one.
 _OUTSIDE = re.compile(r"""(href\s*=\s*)(?:"(?!\#|data:)[^"]*"|'(?!\#|data:)[^']*')""")
@@ -32,6 +34,20 @@ def fitted(image: Image.Image, side: int | None) -> np.ndarray:
     if side is not None and side != longer:
         image = image.resize([max(1, round(n * side / longer)) for n in image.size], Image.Resampling.LANCZOS)
     return np.array(image)
+
+
+def trimmed(rgba: np.ndarray, side: int) -> np.ndarray:
+    """(H, W, 4) → (side, side, 4): what is opaque in the middle of a square that its longer side fills, so that a
+    design with wide margins is as large as one without. Give it at twice the side or so: margins cost detail. A picture
+    that is opaque everywhere keeps its edges and its shape, and is only `fitted`."""
+    _check(side)
+    if (rgba[..., 3] == 255).all() or not (seen := rgba[..., 3] >= OPAQUE).any():
+        return fitted(Image.fromarray(rgba), side)
+    (top, bottom), (left, right) = (np.flatnonzero(seen.any(axis))[[0, -1]] + (0, 1) for axis in (1, 0))
+    whole = max(int(bottom - top), int(right - left), math.ceil(max(seen.shape) / CLOSEST))
+    x, y = (round(float(first + last - whole) / 2) for first, last in ((left, right), (top, bottom)))
+    # Beyond its edges a picture is transparent.
+    return fitted(Image.fromarray(rgba).crop((x, y, x + whole, y + whole)), side)
 
 
 def _check(side: int | None) -> None:

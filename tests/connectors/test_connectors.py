@@ -38,7 +38,7 @@ D, W = 8, 6
 FUSED = FusedConfig(reads=D, gives=W, vocab=9, first=5, layers=2, width=12, heads=2, hidden=16, question="never")
 KINDS = {
     "linear": ProjectorConfig(reads=D, gives=W, layers=1),
-    "mlp": ProjectorConfig(reads=D, gives=W, layers=3, hidden=11),
+    "mlp": ProjectorConfig(reads=D, gives=W, layers=3, hidden=(11, 13)),
     "merger": MergerConfig(reads=D, gives=W),
     "shuffle": MergerConfig(reads=D, gives=W, hidden=7, norm_at="after"),
     "blocks": MergerConfig(reads=D, gives=W, order="blocks", norm_at="none"),
@@ -123,7 +123,8 @@ def test_what_does_not_fit_is_refused(connector):
     [
         (lambda: ProjectorConfig(reads=0, gives=4), "reads"),
         (lambda: ProjectorConfig(reads=4, gives=4, layers=0), "layers"),
-        (lambda: ProjectorConfig(reads=4, gives=4, hidden=0), "hidden"),
+        (lambda: ProjectorConfig(reads=4, gives=4, hidden=(0,)), "hidden"),
+        (lambda: ProjectorConfig(reads=4, gives=4, hidden=(5, 5)), "hidden 1"),
         (lambda: MergerConfig(reads=4, gives=4, merge=0), "merge"),
         (lambda: PoolConfig(reads=4, gives=4, time=0), "time"),
         (lambda: QFormerConfig(reads=4, gives=4, width=10, heads=3), "heads"),
@@ -221,8 +222,8 @@ def test_means_over_all():
 
 
 def test_deeper_projectors():
-    ours = Projector(ProjectorConfig(reads=4, gives=6, layers=3, hidden=5))
-    assert [(linear.in_features, linear.out_features) for linear in ours.layers.linears] == [(4, 5), (5, 5), (5, 6)]
+    ours = Projector(ProjectorConfig(reads=4, gives=6, layers=3, hidden=(5, 7)))
+    assert [(linear.in_features, linear.out_features) for linear in ours.layers.linears] == [(4, 5), (5, 7), (7, 6)]
     x = torch.randn(1, 2, 4)
     a, b, c = ours.layers.linears
     assert torch.allclose(ours(x), c(F.gelu(b(F.gelu(a(x))))))

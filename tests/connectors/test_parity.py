@@ -20,6 +20,7 @@ from vitrail.connectors import (
 )
 from vitrail.connectors.presets import PRESETS
 from vitrail.connectors.reduce import looks
+from vitrail.hub.blip2 import qformer_moves
 from vitrail.hub.maps import Move, fuse, fuse_layer, layer, rename, under
 from vitrail.processing.grid import Grid
 
@@ -159,36 +160,6 @@ def test_internvl(h, w):
 
 
 # ---- Q-Former ----------------------------------------------------------------------------------------------------
-
-
-def attention_moves(ours: str, theirs: str, width: int, cross: bool) -> list[Move]:
-    kv = [f"{theirs}.attention.{part}" for part in ("key", "value")]
-    q = f"{theirs}.attention.query"
-    if cross:
-        moves = layer(f"{ours}.op.q", q) + fuse_layer(f"{ours}.op.kv", kv, [width] * 2)
-    else:
-        moves = fuse_layer(f"{ours}.op.qkv", [q, *kv], [width] * 3)
-    return (
-        moves + layer(f"{ours}.op.out", f"{theirs}.output.dense") + layer(f"{ours}.norm", f"{theirs}.output.LayerNorm")
-    )
-
-
-def mlp_moves(ours: str, up: str, down: str) -> list[Move]:
-    moves = layer(f"{ours}.op.up", f"{up}.dense") + layer(f"{ours}.op.down", f"{down}.dense")
-    return moves + layer(f"{ours}.norm", f"{down}.LayerNorm")
-
-
-def qformer_moves(config: QFormerConfig) -> list[Move]:
-    moves = layer("norm", "layernorm")
-    for i in range(config.layers):
-        ours, theirs = f"layers.{i}.block.branches", f"encoder.layer.{i}"
-        moves += attention_moves(f"{ours}.self", f"{theirs}.attention", config.width, cross=False)
-        if i % config.every == 0:
-            moves += attention_moves(f"{ours}.cross", f"{theirs}.crossattention", config.width, cross=True)
-        moves += mlp_moves(f"{ours}.mlp", f"{theirs}.intermediate_query", f"{theirs}.output_query")
-        if config.text:
-            moves += mlp_moves(f"layers.{i}.words", f"{theirs}.intermediate", f"{theirs}.output")
-    return moves
 
 
 def qformers(**more) -> tuple[QFormer, nn.Module, list[Move]]:

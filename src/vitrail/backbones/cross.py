@@ -74,22 +74,32 @@ class Looked(NamedTuple):
     plan: Plan | None = None
 
 
-def picture_plan(marks: Tensor, features: int, *, joined: bool = False) -> Plan:
+def picture_plan(
+    marks: Tensor, features: int | Tensor, *, joined: bool = False, segments: Tensor | None = None
+) -> Plan:
     """Each token sees the last picture that stands at it or before it (Flamingo, Idefics).
 
-    marks   (B, L), True where a picture stands; each has `features` rows of the context, which has room for as many
-            pictures as the row with the most of them: C = P · features
-    joined  what follows pictures that stand side by side sees all of them (Llama-3.2-V)
+    marks     (B, L), True where a picture stands; the context of a row holds what its pictures have one behind the
+              other, filled up to the C of the row that holds most
+    features  how many each picture has: as many for all, or one number each in the order of the marks, row by row
+    joined    what follows pictures that stand side by side sees all of them (Llama-3.2-V)
+    segments  (B, L) the samples of a row that holds several, each one unbroken run: none sees another's pictures
     """
+    if segments is None:
+        segments = torch.zeros_like(marks, dtype=torch.long)
+    begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
     count = marks.long().cumsum(1)  # (B, L) pictures so far
-    first = marks & ~F.pad(marks, (1, 0))[:, :-1] if joined else marks
-    group = first.long().cumsum(1)  # (B, L), 0 before any picture
-    groups = torch.full((len(marks), int(count.max())), -1, device=marks.device)  # (B, P), −1 where there is none
-    row, at = marks.nonzero(as_tuple=True)
-    groups[row, count[row, at] - 1] = group[row, at]
+    before = ((count - marks.long()) * begins).cummax(1).values  # those of the samples before
+    first = marks & (begins | ~F.pad(marks, (1, 0))[:, :-1]) if joined else marks
+    group = first.long().cumsum(1) * (count > before)  # (B, L), 0 before any picture of the sample
+    each = torch.zeros_like(count)
+    each[marks] = features
+    ends = each.cumsum(1)  # (B, L) features so far
+    slots = torch.arange(int(ends.max()), device=marks.device).repeat(len(marks), 1)  # (B, C)
+    at = torch.searchsorted(ends, slots, right=True)  # (B, C) the token where each stands, L where there is none
+    keys = F.pad(group, (0, 1), value=-1).gather(1, at)
     # Of pictures side by side, the first stands where the others are still to come.
-    index = count * features - 1 if joined else None
-    return Plan(causal=joined, segments=group, key_segments=groups.repeat_interleave(features, 1), index=index)
+    return Plan(causal=joined, segments=group, key_segments=keys, index=ends - 1 if joined else None)
 
 
 class Cross(FusionPoint):

@@ -1,4 +1,4 @@
-"""One decoder that is Llama 2 and 3, SmolLM2, Qwen2 and Qwen3, dense or with experts, by config alone.
+"""One decoder that is Llama 2 and 3, SmolLM2, Qwen2 and Qwen3, dense or with experts, and OPT, by config alone.
 
 B batch, L tokens, V vocabulary, W width
 """
@@ -17,7 +17,10 @@ class DecoderConfig(Config):
     """`tied`: the head is the embedding. `dense` layers have `dense_mlp` instead of the block's (experts') MLP.
 
     `context` is how many tokens the model was made for; it is recorded, not enforced. `fusion` is how pictures reach
-    the layers other than as tokens.
+    the layers other than as tokens. `extra` ids beyond the vocabulary can be read and are never said: the embedding has
+    rows for them, the head has none (Llama-3.2-V's mark of a picture). `learned` positions are a table of so many rows,
+    added to what is read; its last `context` rows are those of tokens, and further tokens are refused (OPT, which turns
+    nothing, has two rows before them).
     """
 
     vocab: int
@@ -29,6 +32,8 @@ class DecoderConfig(Config):
     dense: tuple[int, ...] = ()
     dense_mlp: MLPConfig | None = None
     fusion: Fusion = PrefixConfig()
+    extra: int = 0
+    learned: int = 0
 
     def __post_init__(self) -> None:
         channels = self.block.attention.channels(self.block.width)
@@ -43,6 +48,16 @@ class DecoderConfig(Config):
             raise ConfigError(
                 f"dense layers {self.dense} and dense_mlp do not fit {self.layers} layers",
                 "give both, with layers counted from 0, or neither",
+            )
+        if self.extra < 0 or (self.extra and self.tied):
+            raise ConfigError(
+                f"{self.extra} extra ids of a {'tied' if self.tied else 'plain'} decoder",
+                "give none or more, and an embedding that is not the head",
+            )
+        if self.learned and (self.learned < self.context or self.rotary.layout != "1d"):
+            raise ConfigError(
+                f"{self.learned} learned positions for {self.context} tokens, rotary layout {self.rotary.layout!r}",
+                "give a row for every token of the context, and positions of one axis",
             )
         self.fusion.check(self.layers, self.block)
 
@@ -59,12 +74,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         width = config.block.width
-        self.embed = nn.Embedding(config.vocab, width)
+        self.embed = nn.Embedding(config.vocab + config.extra, width)
         self.blocks = nn.ModuleList([Block(config.block_at(i)) for i in range(config.layers)])
         self.norm = make_norm(config.block.norm, width, config.block.eps)
         self.head = None if config.tied else nn.Linear(width, config.vocab, bias=False)
         self.rotary = Rotary(config.rotary)
-        nn.init.normal_(self.embed.weight, std=0.02)
+        self.positions = nn.Embedding(config.learned, width) if config.learned else None
+        for table in (self.embed, self.positions):
+            if table is not None:
+                nn.init.normal_(table.weight, std=0.02)
         self.fuse(config.fusion)
 
     def fuse(self, fusion: Fusion) -> None:
@@ -118,12 +136,27 @@ class Decoder(nn.Module):
         if self.fusion is None and pictures is not None:
             raise ConfigError("pictures were given to a decoder that has no place for them", "give it a `fusion`")
         rotation = self.rotary(positions)
+        if self.positions is not None:
+            x = x + self.positions(self._rows(positions, cache))
         sight = Sight() if self.fusion is None else self.fusion.start(x, pictures, cache)
         x = sight.at(0, x)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layer(i)
             x = sight.at(i + 1, block(x, plan, rotation=rotation, cache=layer, route=sight.route(i)))
         return self.norm(x)
+
+    def _rows(self, positions: Tensor, cache: KVCache | None) -> Tensor:
+        """(B, L) of the table of learned positions. In a cached batch rows that have ended are fed on, past the context
+        too, and what comes of them is not read: something is wrong only where all rows are past it."""
+        end = self.config.context
+        if not (positions.is_meta or torch.compiler.is_compiling() or (cache is not None and positions.is_cuda)):
+            furthest = positions.amax(1)  # (B,)
+            if (furthest.max() if cache is None else furthest.min()) >= end:
+                raise ConfigError(
+                    f"a token at position {int(furthest.max())} of a decoder that has learned {end} positions",
+                    f"give it at most {end} tokens",
+                )
+        return positions.clamp(max=end - 1) + self.config.learned - end
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, W) → (…, V)"""

@@ -4,15 +4,22 @@ from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.encoders import PackedViT, PackedViTConfig, TiledViT, TiledViTConfig
 from vitrail.hub.autoencoders import AUTOENCODER_KL
+from vitrail.hub.blip2 import BLIP2, BLIP2_TOWER
 from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
+from vitrail.hub.idefics import IDEFICS
+from vitrail.hub.internvl import INTERNVL
 from vitrail.hub.llava import LLAVA
+from vitrail.hub.mllama import MLLAMA
+from vitrail.hub.opt import OPT
 from vitrail.hub.qlip import QLIP as QLIP_FAMILY
+from vitrail.hub.qwen_vl import QWEN_VL
 from vitrail.hub.towers_vl import TOWERS_VL
 from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
+from vitrail.models.looking import LookingVLM, LookingVLMConfig
 from vitrail.models.masked import Masked, MaskedConfig
 from vitrail.models.qlip import QLIP, QLIPConfig, TaughtCodec, TaughtCodecConfig
 from vitrail.models.unified import Unified, UnifiedConfig
@@ -28,6 +35,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "dino": (DinoConfig, Dino),
     "unified": (UnifiedConfig, Unified),
     "vlm": (VLMConfig, VLM),
+    "looking-vlm": (LookingVLMConfig, LookingVLM),
     "packed_vit": (PackedViTConfig, PackedViT),
     "tiled_vit": (TiledViTConfig, TiledViT),
     **ENCODER_MODELS,
@@ -35,6 +43,10 @@ MODELS: dict[str, tuple[type, type]] = {
 """Kinds of our own format → config and model."""
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*DECODERS, *ENCODERS, *TOWERS_VL, *LLAVA, EVA02, AUTOENCODER_KL, QLIP_FAMILY)
+    family.name: family
+    for family in (
+        *(*DECODERS, OPT, *ENCODERS, *TOWERS_VL, BLIP2_TOWER, *LLAVA, *QWEN_VL, MLLAMA, IDEFICS, BLIP2, INTERNVL),
+        *(EVA02, AUTOENCODER_KL, QLIP_FAMILY),
+    )
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

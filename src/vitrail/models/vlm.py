@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig, Marked, Pictures, Stacked
 from vitrail.config import Config
-from vitrail.connectors import AnyConnectorConfig, FusedConfig, make_connector
+from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig, make_connector
 from vitrail.encoders.depth import depth_of
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
@@ -44,6 +44,7 @@ class VLMConfig(Config):
     stack      what makes soft tokens of the tower's taps, one connector each (DeepStack)
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
     rules      how words and pictures become a stream
+    marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
     """
 
     tower: TowerConfig
@@ -57,6 +58,7 @@ class VLMConfig(Config):
     stack: AnyConnectorConfig | None = None
     newline: bool = False
     rules: Rules = Rules()
+    marks: dict[str, int] = {}
 
     def __post_init__(self) -> None:
         reads, W = self.width, self.decoder.block.width
@@ -73,6 +75,8 @@ class VLMConfig(Config):
             raise ConfigError("cross-attention looks at pictures that are no tokens of the stream", "use another model")
         self._check_tower()
         self._check_stack()
+        if not isinstance(self.policy, Native):
+            self._check_rows(self.policy.cut(1, 1))  # what a cut is made of does not hang on the picture
         if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
             raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
 
@@ -98,6 +102,13 @@ class VLMConfig(Config):
                 f"the policy's {wrong[0]} is {self._policy(wrong[0])}, the tower's {self._tower(wrong[0])}",
                 f"set policy.{wrong[0]} = {self._tower(wrong[0])}",
             )
+        if isinstance(self.tower, PackedViTConfig):
+            for name, connector in (("connector", self.connector), ("stack", self.stack)):
+                if connector is not None and not _reads_blocks(connector, self.tower.merge):
+                    raise ConfigError(
+                        f"the {name} does not read the {self.tower.merge}² features that a packed tower puts together",
+                        f'use a merger with order = "blocks" and merge = {self.tower.merge}',
+                    )
 
     def _check_stack(self) -> None:
         taps = len(self.tower.taps) if isinstance(self.tower, PackedViTConfig) else 0
@@ -107,6 +118,12 @@ class VLMConfig(Config):
                 f"{taps} taps of the tower, {'a' if self.stack else 'no'} stack connector, and {wanted} layers of the "
                 "decoder to add them at",
                 "DeepStack needs all three, and as many taps as layers",
+            )
+
+    def _check_rows(self, cut: Cut) -> None:
+        if not self._stitched(cut) and any(span.newline != "none" for span in cut.spans):
+            raise ConfigError(
+                f"{type(self.connector).__name__} keeps no rows that newlines could end", "use a projector, or naive"
             )
 
     def _policy(self, key: str) -> int:
@@ -142,10 +159,7 @@ class VLMConfig(Config):
         """The place of a picture, or of a video (a grid of several frames), in a stream."""
         if isinstance(shape, Grid):
             return video(shape, **more) if shape.t > 1 else picture(shape, **more)
-        if not self._stitched(shape) and any(span.newline != "none" for span in shape.spans):
-            raise ConfigError(
-                f"{type(self.connector).__name__} keeps no rows that newlines could end", "use a projector, or naive"
-            )
+        self._check_rows(shape)
         return picture(shape if self._stitched(shape) else self.tokens(shape), **more)
 
 
@@ -183,10 +197,10 @@ class VLM(nn.Module):
         policy, weight = self.config.policy, self.decoder.embed.weight
         cuts = tuple(policy.cut(image.height, image.width) for image in images)
         views = [to_array(v, self.config.mean, self.config.std) for image in images for v in policy.apply(image)]
-        if isinstance(self.config.tower, PackedViTConfig):
-            return self.packed(views)
         if not views:
             raise ImageError("no picture", "give at least one, or ask without pictures")
+        if isinstance(self.config.tower, PackedViTConfig):
+            return self.packed(views)
         return Shown(torch.stack(views).to(weight), cuts)
 
     def packed(self, items: Sequence[Tensor]) -> Shown:
@@ -248,7 +262,8 @@ class VLM(nn.Module):
         more: dict[str, Any] = {"plan": batch.plan().to(ids.device)}
         if cache is not None:
             counts = torch.tensor(batch.lengths, device=ids.device)
-            more = {"cache": cache, "counts": counts, "spans": batch.spans.to(ids.device)}
+            spans = batch.spans.to(ids.device) if bool(batch.spans.any()) else None  # without any, kernels need no mask
+            more = {"cache": cache, "counts": counts, "spans": spans}
         return self.decoder.hidden(embeds=embeds, positions=positions.to(ids.device), pictures=beside, **more)
 
     def _beside(self, batch: Batch, seen: dict[str, Seen], embeds: Tensor) -> Pictures | None:
@@ -271,6 +286,11 @@ class VLM(nn.Module):
 
     def forward(self, batch: Batch, pictures: Shown | None = None, videos: Shown | None = None) -> Tensor:
         return self.decoder.logits(self.hidden(batch, pictures, videos))
+
+
+def _reads_blocks(connector: AnyConnectorConfig, merge: int) -> bool:
+    """Whether pictures packed in one line stay apart in it."""
+    return isinstance(connector, MergerConfig) and (connector.order, connector.merge) == ("blocks", merge)
 
 
 def _make_tower(config: TowerConfig) -> nn.Module:

@@ -67,7 +67,7 @@ class RotaryConfig(Config):
 
     `sections` counts the slots each of (t, h, w) drives in the M-RoPE layouts. `pairing` says which channels make a
     pair: `half` couples channel i with i + D/2 (Hugging Face), `adjacent` 2i with 2i + 1 (Meta's files, EVA). `dim`
-    rotates only the first channels of a head; all of them unless given.
+    rotates only the first channels of a head: all of them unless given, none if 0.
     """
 
     head_dim: int
@@ -84,10 +84,10 @@ class RotaryConfig(Config):
 
     def __post_init__(self) -> None:
         unit = 4 if self.layout in ("2d", "2d_split") else 2
-        if self.rotated <= 0 or self.rotated % unit or self.rotated > self.head_dim:
+        if self.rotated < 0 or self.rotated % unit or self.rotated > self.head_dim:
             raise ConfigError(
                 f"rotary layout {self.layout!r} cannot turn {self.rotated} of {self.head_dim} channels",
-                f"use a positive multiple of {unit}, at most the head's width",
+                f"use a multiple of {unit}, at most the head's width",
             )
         if self.scaling is not None and not self.scaling.factor > 0:
             raise ConfigError(f"a rotary scaling by {self.scaling.factor} stops every slot", "use a factor above 0")

@@ -23,9 +23,10 @@ from vitrail.processing.cut import (
     whole,
 )
 from vitrail.processing.grid import Grid
+from vitrail.processing.tiles import Tiles
 
 __all__ = ["HD9", "POLICIES", "PRESETS", "AnyRes", "Crop", "Cut", "Letterbox", "NaFlex", "Naive", "Native", "Policy"]
-__all__ += ["AnyPolicy", "Span", "View", "named"]
+__all__ += ["AnyPolicy", "Span", "Tiles", "View", "named"]
 
 
 def _single(height: int, width: int, view: View) -> Cut:
@@ -200,7 +201,7 @@ class NaFlex(Policy, tag="naflex"):
         return rows, columns
 
 
-AnyPolicy = Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9
+AnyPolicy = Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9 | Tiles
 """What the `policy` of a table can say."""
 
 POLICIES: dict[str, type[Policy]] = {

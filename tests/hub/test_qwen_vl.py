@@ -1,0 +1,587 @@
+"""Whole Qwen2-VL, 2.5, 3 and 3 with experts against transformers, on random weights of odd shapes: words alone,
+pictures, videos, both, padded batches against packed ones; values, gradients, positions, pixels, and the way back."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as T
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from helpers import randomize, relative
+from vitrail.errors import VitrailError
+from vitrail.hub import from_hf, load, save, to_hf
+from vitrail.hub.configs import read_config
+from vitrail.hub.families import FAMILIES
+from vitrail.hub.qwen_vl import KIN, SIZES, WIDTH
+from vitrail.models.vlm import VLM, Shown
+from vitrail.stream import build, pack, patch_by_patch, patch_times, split, stamp, words
+
+VALUES, GRADIENTS = 1e-4, 1e-3  # max |Δ| / max |reference|
+CASES = range(3)
+IMAGE, VIDEO, START, END, PAD = 90, 91, 92, 93, 94
+MODELS = {
+    "qwen2_vl": (T.Qwen2VLConfig, T.Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (T.Qwen2_5_VLConfig, T.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (T.Qwen3VLConfig, T.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (T.Qwen3VLMoeConfig, T.Qwen3VLMoeForConditionalGeneration),
+}
+SHOWN = {"nothing": "", "picture": "i", "pictures": "iii", "video": "v", "both": "ivi"}
+
+
+# ---- models nobody would train ----------------------------------------------------------------------------------
+
+
+def vision(family: str, draw: random.Random, gives: int) -> dict:
+    heads = draw.choice([1, 2, 3])
+    width, hidden, patch = heads * draw.choice([4, 8, 12]), draw.randint(7, 50), draw.choice([2, 3])
+    depth = draw.randint(2, 4)
+    settings = {
+        "depth": depth,
+        "num_heads": heads,
+        "patch_size": patch,
+        "temporal_patch_size": draw.choice([1, 2, 3]),
+        "spatial_merge_size": draw.choice([2, 2, 3]),
+    }
+    token = patch * settings["spatial_merge_size"]
+    match family:
+        case "qwen2_vl":
+            return {**settings, "embed_dim": width, "mlp_ratio": 3, "hidden_size": gives}
+        case "qwen2_5_vl":
+            more = {"window_size": token * draw.randint(1, 3), "fullatt_block_indexes": [1], "tokens_per_second": 3}
+        case _:
+            taps = sorted(draw.sample(range(depth), draw.randint(0, 2)))
+            more = {"num_position_embeddings": draw.randint(2, 7) ** 2, "deepstack_visual_indexes": taps}
+    return {**settings, **more, "hidden_size": width, "intermediate_size": hidden, "out_hidden_size": gives}
+
+
+def language(family: str, draw: random.Random) -> dict:
+    heads, channels = draw.choice([2, 3, 4]), draw.choice([6, 10, 12])
+    third = family.startswith("qwen3")
+    h, w = (1, 1) if third else (draw.randint(0, 1), draw.randint(1, 2))
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": heads * channels,
+        "intermediate_size": draw.randint(9, 40),
+        "num_hidden_layers": draw.randint(2, 3),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw.choice([1e4, 5e5]),
+            "mrope_section": [channels // 2 - h - w, h, w],
+        },
+    }
+    if third:  # heads of a width of their own
+        settings |= {"hidden_size": heads * channels + 3, "head_dim": channels, "attention_bias": draw.random() < 0.5}
+    if family == "qwen3_vl_moe":
+        settings |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
+    return settings
+
+
+def reference_of(family: str, seed: int):
+    draw, (config, model) = random.Random(seed), MODELS[family]
+    text = language(family, draw)
+    settings = {
+        "text_config": text,
+        "vision_config": vision(family, draw, text["hidden_size"]),
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    made = config(**settings, **ids)
+    made._experts_implementation = "eager"  # the grouped one wants even shapes
+    return randomize(model(made), seed=seed).eval()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """family, seed → transformers' model, and ours read from the folder that it wrote."""
+    made = {}
+
+    def make(family: str, seed: int) -> tuple[T.PreTrainedModel, VLM, Path]:
+        key = family, seed
+        if key not in made:
+            folder, reference = tmp_path_factory.mktemp(family), reference_of(*key)
+            reference.save_pretrained(folder)
+            made[key] = reference, from_hf(folder), folder
+        return made[key]
+
+    return make
+
+
+# ---- one sample in both languages -------------------------------------------------------------------------------
+
+
+class Sample:
+    """Words with pictures and videos among them: `parts` of a stream, and the pixels of each kind, in order."""
+
+    def __init__(self, ours: VLM, plot: str, seed: int):
+        self.draw, self.model, self.tower = random.Random(seed), ours, ours.config.tower
+        self.stills, self.films, self.seconds = [], [], []
+        self.parts = [self.words()]
+        for letter in plot:
+            self.parts += [words([START]), self.still(), words([END])] if letter == "i" else self.film()
+            self.parts.append(self.words())
+
+    def words(self):
+        return words([self.draw.randrange(90) for _ in range(self.draw.randint(1, 4))])
+
+    def side(self) -> int:
+        return self.tower.patch * self.tower.merge * self.draw.randint(1, 4)
+
+    def still(self):
+        self.stills.append(torch.randn(self.tower.channels, self.side(), self.side()))
+        return self.model.config.part(self.model.packed(self.stills[-1:]).shapes[0])
+
+    def film(self):
+        frames, seconds = self.tower.temporal * self.draw.randint(2, 4), self.draw.choice([0.5, 1.0, 0.7])
+        self.films.append(torch.randn(frames, self.tower.channels, self.side(), self.side()))
+        self.seconds.append(seconds)
+        part = self.model.config.part(self.model.packed(self.films[-1:]).shapes[0], seconds=seconds)
+        if self.model.config.rules.positions != "qwen3-vl":
+            return [words([START]), part, words([END])]
+        # Qwen3-VL says in words when each temporal patch was.
+        times = patch_times([k * 0.25 for k in range(frames)], self.tower.temporal)
+        before = [words([*(ord(letter) - 32 for letter in stamp(t).upper()), START]) for t in times]
+        return patch_by_patch(part, before, after=[words([END])])
+
+    def stream(self, rule: str | None = None):
+        rules = self.model.config.rules
+        return build(self.parts, rules if rule is None else rules.with_(positions=rule))
+
+
+def theirs_rule(ours: VLM) -> str:
+    rule = ours.config.rules.positions
+    return rule if rule == "qwen3-vl" else f"{rule}/transformers"
+
+
+def shown(ours: VLM, samples: list[Sample]) -> dict[str, Shown]:
+    found = {
+        "pictures": [still for sample in samples for still in sample.stills],
+        "videos": [film for sample in samples for film in sample.films],
+    }
+    return {key: ours.packed(items) for key, items in found.items() if items}
+
+
+def asked(ours: VLM, samples: list[Sample], **more) -> dict:
+    """What transformers is given: samples below each other, filled up behind."""
+    streams = [sample.stream() for sample in samples]
+    longest = max(map(len, streams))
+    ids, kinds = torch.full((len(streams), longest), PAD), torch.zeros(len(streams), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, stream in enumerate(streams):
+        n = len(stream)
+        ids[row, :n], kinds[row, :n], mask[row, :n] = stream.ids, stream.kinds, 1
+    ids[kinds == 2] = VIDEO
+    assert ((ids == IMAGE) == (kinds == 1)).all()
+    given = {"input_ids": ids, "mm_token_type_ids": kinds, "attention_mask": mask}
+    for key, name, kind in (("pictures", "", "image"), ("videos", "_videos", "video")):
+        if key in (seen := shown(ours, samples)):
+            given[f"pixel_values{name}"] = seen[key].pixels
+            given[f"{kind}_grid_thw"] = torch.tensor([[g.t, g.h, g.w] for g in seen[key].shapes])
+    if "qwen2.5" in ours.config.rules.positions and "pixel_values_videos" in given:
+        given["second_per_grid_ts"] = [seconds for sample in samples for seconds in sample.seconds]
+    return given | more
+
+
+def close(ours, reference, limit=VALUES):
+    assert ours.shape == reference.shape
+    assert relative(ours, reference) <= limit
+
+
+# ---- agreement --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plot", SHOWN)
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("seed", CASES)
+def test_values_and_gradients(both, family, plot, seed):
+    reference, ours, _ = both(family, seed)
+    sample = Sample(ours, SHOWN[plot], seed)
+    stream = sample.stream(theirs_rule(ours))
+    got = ours(pack([stream], len(stream)), **shown(ours, [sample]))
+    want = reference(**asked(ours, [sample])).logits
+    close(got, want)
+    weights = torch.randn_like(want)
+    mine, theirs = gradients(ours, (got * weights).sum()), gradients(reference, (want * weights).sum())
+    theirs = {stored(family, name): gradient for name, gradient in theirs.items()}
+    for move in FAMILIES[family].moves(ours.config):
+        for name, gradient in zip(move.ours, move.pull([theirs[x] for x in move.theirs]), strict=True):
+            assert (mine[name] - gradient).abs().max() <= GRADIENTS * gradient.abs().max().clamp_min(1e-3), name
+    assert plot == "nothing" or mine["tower.embed.proj.weight"].abs().max() > 0
+
+
+def gradients(model, loss) -> dict:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {k: torch.zeros_like(p) if g is None else g for k, p, g in zip(names, parameters, found, strict=True)}
+
+
+def stored(family: str, name: str) -> str:
+    """A name as files have it."""
+    if family.startswith("qwen3"):
+        return name
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+
+@pytest.mark.parametrize("plots", [("i", ""), ("v", "ii"), ("iv", "vi")])
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("seed", range(2))
+def test_packed_is_padded(both, family, plots, seed):
+    """Two samples in one row of ours against two rows of theirs, the shorter filled up."""
+    reference, ours, _ = both(family, seed)
+    samples = [Sample(ours, plot, 10 * seed + k) for k, plot in enumerate(plots)]
+    streams = [sample.stream(theirs_rule(ours)) for sample in samples]
+    batch = pack(streams, sum(map(len, streams)) + 3)
+    assert len(batch.ids) == 1
+    want = reference(**asked(ours, samples)).logits
+    for row, got in enumerate(split(batch, ours(batch, **shown(ours, samples)))):
+        close(got, want[row, : len(got)])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_cached_is_uncached(both, family):
+    """A prompt with a picture and a video, then word by word: where a word stands is not how many came before."""
+    _, ours, _ = both(family, 1)
+    sample = Sample(ours, "iv", 5)
+    seen = shown(ours, [sample])
+    first = sample.stream()
+    whole = build([*sample.parts, words([7, 8, 9])], ours.config.rules)
+    want = ours(pack([whole], len(whole)), **seen)
+    cache = ours.decoder.cache(1)
+    hidden = [ours.hidden(pack([first], len(first)), **seen, cache=cache)]
+    for id, place in zip((7, 8, 9), whole.positions[len(first) :], strict=True):
+        hidden.append(ours.decoder.hidden(torch.tensor([[id]]), positions=place[None, None], cache=cache))
+    close(ours.decoder.logits(torch.cat(hidden, 1)), want)
+
+
+# ---- positions --------------------------------------------------------------------------------------------------
+
+
+def by_the_authors(ours: VLM, sample: Sample) -> torch.Tensor:
+    """(L, 3), token by token, as the papers say it."""
+    rules, at, found = ours.config.rules, 0, []
+    for part in sample.parts:
+        if part.kind == "text":
+            here = [(at + k,) * 3 for k in range(part.tokens)]
+        else:
+            time = part.seconds * rules.tokens_per_second if rules.positions == "qwen2.5-vl" else 1
+            grid = part.shape
+            cells = [(t, h, w) for t in range(grid.t) for h in range(grid.rows) for w in range(grid.columns)]
+            here = [(at + int(t * time), at + h, at + w) for t, h, w in cells]
+        found += here
+        at = max(max(place) for place in here) + 1
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("plot", ["i", "v", "vv", "ivi"])
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("seed", range(2))
+def test_positions(both, family, plot, seed):
+    """The authors' rule by a closed form, and transformers' own by transformers; given either, the models agree."""
+    reference, ours, _ = both(family, seed)
+    sample = Sample(ours, plot, seed)
+    stream, given = sample.stream(), asked(ours, [sample])
+    assert torch.equal(stream.positions, by_the_authors(ours, sample))
+    keys = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    theirs, _ = reference.model.get_rope_index(**{key: given[key] for key in keys if key in given})
+    assert torch.equal(sample.stream(theirs_rule(ours)).positions, theirs[:, 0].T)
+    # Only behind a video do the two part, and only before Qwen3-VL.
+    if "v" not in plot or family.startswith("qwen3"):
+        assert torch.equal(stream.positions, theirs[:, 0].T)
+    got = ours(pack([stream], len(stream)), **shown(ours, [sample]))
+    close(got, reference(**given, position_ids=stream.positions.T[:, None]).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_long_video_is_where_the_rules_part(both, family):
+    reference, ours, _ = both(family, 0)
+    tower = ours.config.tower
+    token, sample = tower.patch * tower.merge, Sample(ours, "", 0)
+    sample.films, sample.seconds = [torch.randn(tower.temporal * 6, 3, token, token)], [1.0]
+    seen = shown(ours, [sample])
+    sample.parts = [words([1]), ours.config.part(seen["videos"].shapes[0]), words([2, 3])]
+    stream, other = sample.stream(), sample.stream(theirs_rule(ours))
+    assert stream.positions[-1].tolist() == [{"qwen2_vl": 8, "qwen2_5_vl": 18}[family]] * 3
+    assert other.positions[-1].tolist() == [3, 3, 3]
+    want = reference(**asked(ours, [sample])).logits
+    close(ours(pack([other], len(other)), **seen), want)
+    assert relative(ours(pack([stream], len(stream)), **seen), want) > 100 * VALUES
+
+
+# ---- there and back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("seed", CASES)
+def test_the_way_back(both, family, seed, tmp_path):
+    reference, ours, folder = both(family, seed)
+    assert ours.config.rules.positions.endswith("-vl") and ours.config.marks["video"] == VIDEO
+    # Another budget and another rule are ways of use, which no file says.
+    used = ours.config.with_(
+        policy=ours.config.policy.with_(max_pixels=123_456), rules=ours.config.rules.with_(positions=theirs_rule(ours))
+    )
+    kept, ours.config = ours.config, used
+    to_hf(ours, tmp_path)
+    ours.config = kept
+    assert read_config(tmp_path) == kept
+    about = json.loads((tmp_path / "config.json").read_text())
+    assert about["model_type"] == family and about["architectures"] == [type(reference).__name__]
+    back = type(reference).from_pretrained(tmp_path, experts_implementation="eager").eval()
+    state, again = reference.state_dict(), back.state_dict()
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
+    given = asked(ours, [Sample(ours, "ivi", seed)])
+    close(back(**given).logits, reference(**given).logits, 1e-6)
+    assert read_config(folder) == kept
+    for key in ("text_config", "vision_config"):
+        was, now = (getattr(model.config, key).to_dict() for model in (reference, back))
+        now.get("rope_parameters", {}).pop(
+            "mrope_interleaved", None
+        )  # which released files say, and transformers knows
+        assert [name for name, value in was.items() if value is not None and now[name] != value] == []
+
+
+def test_own_format(both, tmp_path):
+    _, ours, _ = both("qwen3_vl", 1)
+    save(ours, tmp_path)
+    again = load(tmp_path)
+    assert again.config == ours.config
+    state, other = ours.state_dict(), again.state_dict()
+    assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+
+
+def rewritten(folder: Path, to: Path, change, about=None) -> Path:
+    """A copy of a folder whose tensors, and perhaps config, are changed."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), to / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config if about is None else about(config)))
+    return to
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_other_spellings(both, family, tmp_path):
+    """Names as the modules are called, and a config as it was released: flat, with sections by their older word."""
+    reference, ours, folder = both(family, 2)
+
+    def flat(about):
+        text, vision = about.pop("text_config"), about["vision_config"]
+        rope, text["model_type"], vision["model_type"] = text.pop("rope_parameters"), family, family
+        scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        return {**text, **about, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+    again = from_hf(
+        rewritten(folder, tmp_path, lambda _: {k: v.clone() for k, v in reference.state_dict().items()}, flat)
+    )
+    assert again.config == ours.config
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+    theirs, want = (c.text_config.to_dict() for c in (MODELS[family][0].from_pretrained(tmp_path), reference.config))
+    assert theirs.pop("rope_parameters").items() >= want.pop("rope_parameters").items() and theirs == want
+
+
+def test_experts_as_released(both, tmp_path):
+    """Each expert's matrix transposed."""
+    _, ours, folder = both("qwen3_vl_moe", 0)
+
+    def turn(tensors):
+        return {k: v.mT.contiguous() if ".experts." in k else v for k, v in tensors.items()}
+
+    state = from_hf(rewritten(folder, tmp_path, turn)).state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+
+
+# ---- pixels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("seed", range(3))
+def test_prepared_as_transformers_does(both, family, seed):
+    _, ours, _ = both(family, seed)
+    config = ours.config
+    ours.config, kept = config.with_(policy=config.policy.with_(min_pixels=400, max_pixels=3000)), config
+    rng = np.random.default_rng(seed)
+    sizes = [(1, 1), (3, 190), (17, 19), (61, 47), (200, 33), (28, 28), (101, 256)]
+    images = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    got = ours.prepare(images)
+    ours.config = kept
+    theirs = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 400, "longest_edge": 3000},
+        patch_size=config.tower.patch,
+        merge_size=config.tower.merge,
+        temporal_patch_size=config.tower.temporal,
+        image_mean=list(config.mean),
+        image_std=list(config.std),
+    )
+    want = theirs(images, return_tensors="pt")
+    assert [[g.t, g.h, g.w] for g in got.shapes] == want["image_grid_thw"].tolist()
+    assert torch.equal(got.pixels, want["pixel_values"])
+
+
+# ---- released shapes, on the meta device ------------------------------------------------------------------------
+
+
+def second(tied: bool, vision: dict, *sizes: int) -> dict:
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    windows = {"use_sliding_window": False, "sliding_window": 32_768}
+    text = dict(zip(SIZES, (*sizes, 32_768, 1e-6), strict=False))
+    return {**text, **rope, **windows, "tie_word_embeddings": tied, "vision_config": vision}
+
+
+def two(width: int) -> dict:
+    sizes = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
+    return {**sizes, "hidden_size": width, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_vl"}
+
+
+def two_and_a_half(width: int) -> dict:
+    sizes = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3}
+    more = {"fullatt_block_indexes": [7, 15, 23, 31], "window_size": 112, "tokens_per_second": 2}
+    return {**sizes, **more, "out_hidden_size": width, "model_type": "qwen2_5_vl"}
+
+
+SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+
+
+def third(tied: bool, vision: dict, *sizes: int, **more) -> dict:
+    scaling = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = dict(zip(SIZES, (*sizes, 262_144, 1e-6, 5e6), strict=True))
+    text |= {"head_dim": 128, "rope_scaling": scaling, **more}
+    return {
+        "text_config": text,
+        "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": tied,
+    }
+
+
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+# fmt: off
+RELEASED = {
+    # its family, the settings of its config.json, parameters in millions
+    "Qwen2-VL-2B":      ("qwen2_vl",     second(True, two(1536), 151_936, 1536, 8960, 28, 12, 2), 2209),
+    "Qwen2-VL-7B":      ("qwen2_vl",     second(False, two(3584), 152_064, 3584, 18_944, 28, 28, 4), 8291),
+    "Qwen2.5-VL-3B":    ("qwen2_5_vl",   second(True, two_and_a_half(2048), 151_936, 2048, 11_008, 36, 16, 2), 3755),
+    "Qwen2.5-VL-7B":    ("qwen2_5_vl",   second(False, two_and_a_half(3584), 152_064, 3584, 18_944, 28, 28, 4), 8292),
+    "Qwen3-VL-2B":      ("qwen3_vl",     third(True, SMALL, 151_936, 2048, 6144, 28, 16, 8), 2128),
+    "Qwen3-VL-4B":      ("qwen3_vl",     third(True, SMALL, 151_936, 2560, 9728, 36, 32, 8), 4438),
+    "Qwen3-VL-8B":      ("qwen3_vl",     third(False, LARGE, 151_936, 4096, 12_288, 36, 32, 8), 8767),
+    "Qwen3-VL-30B-A3B": ("qwen3_vl_moe", third(False, LARGE, 151_936, 2048, 6144, 48, 32, 4, **EXPERTS), 31_071),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_shapes(name):
+    family, about, millions = RELEASED[name]
+    config, model = MODELS[family]
+    row = FAMILIES[family]
+    ours = row.config(about, Path("config.json"))
+    assert row.fits(ours)
+    with torch.device("meta"):
+        mine, theirs = VLM(ours), model(config(**json.loads(json.dumps(about))))
+    count = sum(p.numel() for p in mine.parameters())
+    assert count == sum(p.numel() for p in theirs.parameters())
+    assert round(count / 1e6) == millions
+    names = {stored(family, key) for key, _ in theirs.named_parameters()}
+    assert {x for move in row.moves(ours) for x in move.theirs} == names
+    rope = theirs.config.text_config.rope_parameters
+    rotary = ours.decoder.rotary
+    assert (list(rotary.sections), rotary.theta) == (rope["mrope_section"], rope["rope_theta"])
+    assert ours.rules.tokens_per_second == 2
+
+
+@pytest.mark.parametrize("kin", KIN, ids=lambda kin: kin.name)
+def test_what_a_config_leaves_out(kin):
+    config, _ = MODELS[kin.name]
+    theirs = config()
+    text = {"rope_theta": theirs.text_config.rope_parameters["rope_theta"], **theirs.text_config.to_dict()}
+    assert {key: text[key] for key in kin.text} == kin.text
+    assert getattr(theirs.vision_config, kin.gives) == WIDTH
+    ours = FAMILIES[kin.name].read(agreed(kin))
+    assert {f"{mark}_token_id": id for mark, id in ours.marks.items()}.items() <= theirs.to_dict().items()
+    assert ours.rules.fill == theirs.image_token_id
+
+
+def agreed(kin) -> dict:
+    """transformers' defaults put together a merger and a language model of unequal widths."""
+    return {"vision_config": {kin.gives: kin.text["hidden_size"]}}
+
+
+# ---- refused ----------------------------------------------------------------------------------------------------
+
+
+def hostile(key: str, value) -> dict:
+    *path, last = key.split(".")
+    about = {"text_config": {}, "vision_config": {}}
+    at = about
+    for step in path:
+        at = at.setdefault(step, {})
+    at[last] = value
+    return about
+
+
+@pytest.mark.parametrize(
+    "family, about, why",
+    [
+        ("qwen2_vl", {}, "vision_config.hidden_size is 3584, and the language model is 8192 wide"),
+        ("qwen3_vl", hostile("vision_config.out_hidden_size", 10), "out_hidden_size is 10"),
+        ("qwen2_vl", hostile("vision_config.model_type", "qwen3_vl_vision"), "qwen3_vl_vision"),
+        ("qwen3_vl", hostile("text_config.model_type", "llama"), "llama"),
+        ("qwen2_vl", hostile("vision_config.depth", 10**9), "depth"),
+        ("qwen2_vl", hostile("vision_config.depth", "3"), "depth"),
+        ("qwen2_vl", hostile("vision_config.num_heads", 0), "num_heads"),
+        ("qwen2_vl", hostile("vision_config.embed_dim", 2**40), "embed_dim"),
+        ("qwen2_5_vl", hostile("vision_config.tokens_per_second", 0), "tokens_per_second"),
+        ("qwen2_5_vl", hostile("vision_config.tokens_per_second", 1.5), "tokens_per_second"),
+        ("qwen2_5_vl", hostile("text_config.use_sliding_window", True), "sliding"),
+        ("qwen2_5_vl", hostile("text_config.layer_types", ["sliding_attention"]), "sliding"),
+        ("qwen2_vl", hostile("text_config.head_dim", 64), "64 heads of 64 are not 8192 wide"),
+        ("qwen2_vl", hostile("text_config.rope_parameters.mrope_section", [16, 24]), "mrope_section|sections"),
+        ("qwen2_vl", hostile("text_config.rope_parameters.mrope_section", [16, 24, 25]), "sections"),
+        ("qwen2_vl", hostile("text_config.rope_parameters.mrope_section", ["a", 2, 3]), "sections"),
+        ("qwen2_vl", hostile("text_config.rope_parameters.mrope_interleaved", True), "mrope_interleaved is True"),
+        ("qwen3_vl", hostile("text_config.rope_parameters.mrope_interleaved", False), "mrope_interleaved is False"),
+        ("qwen3_vl", hostile("text_config.rope_parameters.rope_type", "longrope"), "longrope"),
+        ("qwen3_vl", hostile("vision_config.deepstack_visual_indexes", [8, 16, 99]), "99|100"),
+        ("qwen3_vl", hostile("text_config.num_hidden_layers", 2), "deepstack"),
+        ("qwen3_vl", hostile("image_token_id", 10**6), "1000000"),
+        ("qwen3_vl", hostile("video_token_id", "x"), "marks"),
+        ("qwen3_vl", hostile("text_config", [1]), "text_config"),
+        ("qwen3_vl", hostile("vision_config", "none"), "vision_config"),
+    ],
+)
+def test_refused(family, about, why):
+    kin = next(kin for kin in KIN if kin.name == family)
+    if about and isinstance(about["vision_config"], dict):
+        about["vision_config"].setdefault(kin.gives, kin.text["hidden_size"])
+    with pytest.raises(VitrailError, match=why):
+        FAMILIES[family].config(about, Path("config.json"))
+
+
+def test_a_connector_that_would_mix_pictures_is_refused(both):
+    _, ours, _ = both("qwen2_vl", 0)
+    for change in ({"order": "raster"}, {"merge": 1}):
+        with pytest.raises(VitrailError, match='order = "blocks"'):
+            ours.config.with_(connector=ours.config.connector.with_(**change))
+    with pytest.raises(VitrailError, match="no picture"):
+        ours.prepare([])
+
+
+def test_export_refused(both):
+    """A model like these that none of them can say."""
+    _, ours, _ = both("qwen2_5_vl", 0)
+    for change in (
+        {"connector": ours.config.connector.with_(activation="relu")},
+        {"rules": ours.config.rules.with_(tokens_per_second=1.5)},
+        {"rules": ours.config.rules.with_(positions="1d")},
+        {"mean": (0.5, 0.5, 0.5)},
+    ):
+        assert not any(FAMILIES[kin.name].fits(ours.config.with_(**change)) for kin in KIN)
+    assert [kin.name for kin in KIN if FAMILIES[kin.name].fits(ours.config)] == ["qwen2_5_vl"]

@@ -20,13 +20,32 @@ from vitrail.generate.pictures import Drawing, draw, varied
 from vitrail.generate.sampling import Sampling
 from vitrail.hub import configs
 from vitrail.models.unified import Unified
+from vitrail.models.vlm import VLMConfig
 from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
 from vitrail.show.looked import losses, overlay
+from vitrail.talker import Talker, usable
 
 DESCRIBE = "Describe the picture briefly."
 MINI = "mini"  # the model that ships with the package
 TRAIN = "vitrail train untested/mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
+
+
+def load(
+    name_or_path: str | Path = MINI, *, template: str | None = None, device: str | torch.device | None = None
+) -> Any:
+    """What a folder holds, ready to hand: a `Studio` for a unified model, a `Talker` for a vision-language model, to
+    which a chat template may be named."""
+    if talks(name_or_path):
+        return Talker.load(name_or_path, template=template, device=device)
+    if template is not None:
+        raise ConfigError(f"{name_or_path} is no VLM and has no use for a chat template", "leave the template out")
+    return Studio.load(name_or_path, device=device)
+
+
+def talks(name_or_path: str | Path) -> bool:
+    """Whether a folder holds a vision-language model. No weight is read."""
+    return name_or_path != MINI and isinstance(configs.read_config(name_or_path), VLMConfig)
 
 
 class Studio:
@@ -43,12 +62,8 @@ class Studio:
         """On a GPU, if there is one, in half precision."""
         if name_or_path == MINI:
             name_or_path = _mini()
-        there = torch.cuda.is_available()
-        where = torch.device(device or ("cuda" if there else "cpu"))
-        if where.type == "cuda" and not there:
-            raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
-        half = torch.bfloat16 if where.type == "cuda" else torch.float32
-        model = hub.load(name_or_path, dtype=half, device=str(where))
+        where, dtype = usable(device)
+        model = hub.load(name_or_path, dtype=dtype, device=where)
         if not isinstance(model, Unified):
             raise ConfigError(
                 f"{name_or_path} is a {type(model).__name__}, and only a unified model reads and draws",

@@ -21,8 +21,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "ask": Command(
-        "vitrail.cli.studio:ask",
-        "Ask a model questions about a picture.",
+        "vitrail.cli.ask:ask",
+        "Ask a model questions about pictures.",
         'vitrail ask scene.png "how many dogs are there?"',
     ),
     "caption": Command(
@@ -60,10 +60,20 @@ COMMANDS = {
         "Test a contrastive model (by prompt, retrieval, swapped captions), or any picture tower (linear probe).",
         "vitrail eval out/clip/final zeroshot --data cifar10",
     ),
+    "export": Command(
+        "vitrail.cli.port:give",
+        "Write a model of ours in Hugging Face's layout.",
+        "vitrail export out/llava -o out/llava-hf",
+    ),
     "grid": Command(
         "vitrail.cli.grid:grid",
         "Show how a picture is cut into tokens under every resolution policy.",
         "vitrail grid photo.jpg",
+    ),
+    "import": Command(
+        "vitrail.cli.port:take",
+        "Write a model of Hugging Face's, or of one file, in our own format.",
+        "vitrail import llava-hf/llava-1.5-7b-hf -o out/llava",
     ),
     "judge": Command(
         "vitrail.cli.judge:app",

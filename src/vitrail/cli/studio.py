@@ -1,4 +1,4 @@
-"""`vitrail ask`, `vitrail caption` and `vitrail draw`: a unified model at work; `vitrail ship`: one packed."""
+"""`vitrail caption` and `vitrail draw`: a unified model at work; `vitrail ship`: one packed."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,44 +14,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pictures = Annotated[list[str], Parameter(negative="")]
-
-
-def ask(
-    picture: str, /, *questions: str, model: str = "mini", show: Path | None = None, device: str | None = None
-) -> None:
-    """Ask a model questions about a picture.
-
-    Example: vitrail ask scene.png "how many dogs are there?"
-
-    Parameters
-    ----------
-    picture
-        A picture's file.
-    questions
-        One or more, each answered by itself.
-    model
-        A unified model: the one that ships, or a folder.
-    show
-        A PNG to write: the picture, brightest where covering it costs the answer most. Of one question.
-    device
-        cpu, cuda, …; a GPU if there is one.
-    """
-    if not questions:
-        raise ConfigError("there is no question", 'write it behind the picture: "what is this?"')
-    if show is not None and len(questions) > 1:
-        raise ConfigError(f"{len(questions)} questions, and one picture of where it looked", "ask one at a time")
-    if show is not None:
-        _check(show)
-    from vitrail.studio import Studio
-
-    studio = Studio.load(model, device=device)
-    if show is None:
-        print("\n".join(studio.ask(picture, list(questions))))
-        return
-    with _bar() as progress:
-        text, seen = studio.looked(picture, questions[0], progress=progress)
-    print(text)
-    _write(seen, show)
 
 
 def caption(pictures: Pictures, /, *, model: str = "mini", device: str | None = None) -> None:
@@ -132,12 +94,12 @@ def draw(
         raise ConfigError("--over goes with --box or with --vary", "give a picture, and one of the two")
     if count < 1:
         raise ConfigError(f"{count} pictures", "draw at least one")
-    _check(out)
+    check(out)
     from vitrail.studio import Studio
 
     studio = Studio.load(model, device=device)
     how: dict[str, Any] = {"guidance": guidance, "steps": steps, "temperature": temperature, "top_p": top_p}
-    with _bar() as progress:
+    with bar() as progress:
         how |= {"negative": negative, "progress": progress}
         if over is None:
             pictures = studio.draw([prompt] * count, seed=seed, **how)
@@ -148,7 +110,7 @@ def draw(
             seeds = [None if seed is None else seed + i for i in range(count)]
             pictures = [studio.inpaint(over, prompt, box, seed=one, **how) for one in seeds]
     for number, picture in enumerate(pictures, 1):
-        _write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
+        write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
 
 
 def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")]) -> None:
@@ -191,7 +153,7 @@ def _megabytes(folder: Path) -> float:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], Any]]:
+def bar() -> Iterator[Callable[[int, int], Any]]:
     """A progress bar that is told what is done, of how much."""
     from tqdm import tqdm
 
@@ -199,7 +161,7 @@ def _bar() -> Iterator[Callable[[int, int], Any]]:
         yield lambda done, of: bar.update(done / of - bar.n)
 
 
-def _check(path: Path) -> None:
+def check(path: Path) -> None:
     """Before anything is drawn."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"{path} is no name of a PNG", "let it end with .png")
@@ -207,7 +169,7 @@ def _check(path: Path) -> None:
         raise ConfigError(f"there is no folder {path.parent}", "make it first")
 
 
-def _write(picture: "Image", path: Path) -> None:
+def write(picture: "Image", path: Path) -> None:
     try:
         picture.save(path)
     except OSError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vitrail.backbones.decoder import Decoder
+from vitrail.backbones.fusion import CrossConfig
 from vitrail.errors import ConfigError
 from vitrail.generate.text import Eager
 from vitrail.nn import ExpertsConfig, GatedConfig, KVCache, Plan
@@ -26,6 +27,7 @@ LARGEST = 65_536  # tokens of a cache that is set aside whole; a larger one grow
 class CapturedStep:
     """ids (B,) → logits (B, V) of the next token; the tokens join the cache, which needs a capacity.
 
+    A token stands where it lies in the cache, so this is not for what follows a picture placed by M-RoPE (seen.py).
     The logits live in one buffer: read them before the next call. `greedy` makes the graph choose the next token too,
     and feed it to itself, so that tokens can follow one another without the host.
     """
@@ -35,6 +37,8 @@ class CapturedStep:
             raise ConfigError(
                 "a captured step needs a cache of fixed capacity", "make it with model.cache(batch, capacity)"
             )
+        if reason := _unfit(model):
+            raise ConfigError(f"no step can be captured: {reason}", "use the plain stepper, Eager")
         self.model, self.cache, self.greedy = model, cache, greedy
         weight, batch = model.embed.weight, len(cache.lengths)
         self.ids = torch.zeros(batch, dtype=torch.long, device=weight.device)
@@ -129,12 +133,21 @@ def _addresses(model: Decoder) -> tuple[int, ...]:
     return tuple(p.data_ptr() for p in model.parameters())
 
 
+def _unfit(model: Decoder) -> str | None:
+    """Why no graph can be made of a model, whatever the size of its cache."""
+    if isinstance(model.config.fusion, CrossConfig):
+        return "cross-attention looks at pictures, which are others in every cache"
+    if not model.embed.weight.is_cuda:
+        return f"a graph is CUDA's, and the model is on {model.embed.weight.device}"
+    return None
+
+
 def capturable(model: Decoder, rows: int, capacity: int) -> bool:
     """On a GPU, with a cache worth setting aside, and experts that run without asking the host how many each has."""
     weight, mlp = model.embed.weight, model.config.block.mlp
     experts = isinstance(mlp, ExpertsConfig)
     grouped = weight.dtype == torch.bfloat16 and model.config.block.width % 8 == mlp.hidden % 8 == 0
-    return weight.is_cuda and rows * capacity <= LARGEST and (grouped or not experts)
+    return _unfit(model) is None and rows * capacity <= LARGEST and (grouped or not experts)
 
 
 class Captured(Eager):

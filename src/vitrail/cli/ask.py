@@ -1,0 +1,138 @@
+"""`vitrail ask`: questions about pictures, to a vision-language model or a unified one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from vitrail.cli.studio import bar, check, write
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.talker import Talker
+
+Turn = tuple[list[str], str]  # pictures, and the question behind them
+
+
+def ask(
+    picture: str,
+    /,
+    *words: str,
+    model: str = "mini",
+    stream: Annotated[bool, Parameter(negative="")] = False,
+    max_new: int | None = None,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    template: str | None = None,
+    show: Path | None = None,
+    device: str | None = None,
+) -> None:
+    """Ask a model questions about pictures.
+
+    Example: vitrail ask scene.png "how many dogs are there?"
+
+    Example: vitrail ask a.jpg b.jpg "what has changed?" "and what has not?" --model llava-hf/llava-1.5-7b-hf --stream
+
+    A vision-language model is asked in one conversation, a turn each question, with the pictures written before it; a
+    unified model answers each question about its one picture by itself.
+
+    Parameters
+    ----------
+    picture
+        A picture's file.
+    words
+        Questions, and further pictures' files.
+    model
+        A unified model (the one that ships is mini) or a vision-language model: a folder, or a hub id.
+    stream
+        Print an answer as it is written. Of a vision-language model.
+    max_new
+        Tokens of an answer at most: 64 of a unified model, else 256, or what the context has room for.
+    temperature
+        0 always takes the likeliest token, 1 draws as the model weighs them.
+    seed
+        The same seed draws the same answers.
+    template
+        A chat template by name (vicuna, qwen2-vl, …) instead of the folder's own. Of a vision-language model.
+    show
+        A PNG to write: the picture, brightest where covering it costs the answer most. Of one question to a unified
+        model.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    turns = _turns(picture, words)
+    if show is not None and len(turns) > 1:
+        raise ConfigError(f"{len(turns)} questions, and one picture of where it looked", "ask one at a time")
+    if show is not None:
+        check(show)
+        if temperature or max_new is not None:
+            raise ConfigError("--show is of the likeliest answer, at its usual length", "leave the other options out")
+    from vitrail.generate.sampling import Sampling
+    from vitrail.studio import load, talks
+
+    how: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=seed)}
+    how |= {} if max_new is None else {"max_new": max_new}
+    if talks(model):
+        if show is not None:
+            raise ConfigError("--show is drawn for a unified model", "leave it out")
+        _converse(load(model, template=template, device=device), turns, stream, how)
+        return
+    pictures = sum(len(shown) for shown, _ in turns)
+    if pictures > 1:
+        raise ConfigError(f"{pictures} pictures for a model that reads one", "ask about one at a time")
+    if stream:
+        raise ConfigError("a unified model answers at once", "leave --stream out")
+    loaded = load(model, template=template, device=device)
+    if show is None:
+        print("\n".join(loaded.ask(picture, [question for _, question in turns], **how)))
+        return
+    with bar() as progress:
+        text, seen = loaded.looked(picture, turns[0][1], progress=progress)
+    print(text)
+    write(seen, show)
+
+
+def _turns(picture: str, words: tuple[str, ...]) -> list[Turn]:
+    """Each question with the pictures written before it."""
+    from vitrail.search.index import endings
+
+    known, pictures = endings(), [picture]
+    turns: list[Turn] = []
+    for word in words:
+        if _is_picture(word, known):
+            pictures.append(word)
+        else:
+            turns.append((pictures, word))
+            pictures = []
+    if not turns or pictures:
+        raise ConfigError("there is no question", 'write it behind the picture: "what is this?"')
+    return turns
+
+
+def _is_picture(word: str, endings: set[str]) -> bool:
+    """A word that is named like a picture is one, there or not: a picture that is missing is no question."""
+    path = Path(word)
+    try:
+        return (path.suffix.lower() in endings and " " not in word) or path.is_file()
+    except (OSError, ValueError):  # too long for a name, or otherwise none
+        return False
+
+
+def _converse(talker: "Talker", turns: list[Turn], stream: bool, how: dict[str, Any]) -> None:
+    """Print the answers, a line or more each."""
+    messages: list[Any] = []
+    for pictures, question in turns:
+        messages.append(talker.turn(pictures, question))
+        if not stream:
+            said = talker.chat(messages, **how)
+            print(said)
+        else:
+            said = ""
+            try:
+                for piece in talker.stream(messages, **how):
+                    piece = piece if said else piece.lstrip()
+                    print(piece, end="", flush=True)
+                    said += piece
+            finally:
+                print()
+        messages.append({"role": "assistant", "content": said})

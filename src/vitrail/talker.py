@@ -1,0 +1,208 @@
+"""A vision-language model ready to hand: pictures and a question in, words out."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vitrail import hub
+from vitrail.errors import ConfigError, ImageError, TextError
+from vitrail.generate import seen
+from vitrail.generate.sampling import GREEDY, Sampling
+from vitrail.hub.configs import Found, find, resolve
+from vitrail.hub.families import FAMILIES
+from vitrail.models.vlm import VLM, Shape
+from vitrail.processing.chat import ChatTemplate, Message
+from vitrail.processing.images import Source, load_image
+from vitrail.processing.text import Tokenizer
+from vitrail.stream import Part, Stream, build, words
+
+USUAL = 256  # tokens of an answer, where the context has room for them
+
+
+class Habit(NamedTuple):
+    """How a family is spoken to.
+
+    preset  the chat template of those whose folder holds none, and what it is `told`
+    around  words that stand around a picture, which its processor writes and its templates do not
+    """
+
+    preset: str
+    told: dict[str, str] = {}
+    around: tuple[str, str] | None = None
+
+
+HABITS = {
+    "llava": Habit("vicuna"),
+    "llava_next": Habit("vicuna"),
+    "qwen2_vl": Habit("qwen2-vl"),
+    "qwen2_5_vl": Habit("qwen2-vl"),
+    "qwen3_vl": Habit("qwen2-vl", {"default_system": ""}),
+    "qwen3_vl_moe": Habit("qwen2-vl", {"default_system": ""}),
+    "internvl": Habit("chatml", around=("<img>", "</img>")),
+}
+
+
+class Talker:
+    """`vitrail.load(folder)`, where the folder holds a VLM. Messages are transformers': a role, and a text or parts,
+    of which {"type": "image", "image": …} holds a picture, as a file or otherwise (see `load_image`)."""
+
+    def __init__(self, model: VLM, tokenizer: Tokenizer, template: ChatTemplate, around: tuple[str, str] | None = None):
+        self.model, self.words, self.template = model.eval(), tokenizer, template
+        self.fill = model.config.rules.fill
+        self.image = tokenizer.token(self.fill)  # what stands for a picture in a text
+        self.before, self.after = ([], []) if around is None else ([tokenizer.id(word)] for word in around)
+
+    @classmethod
+    def load(
+        cls, name_or_path: str | Path, *, template: str | None = None, device: str | torch.device | None = None
+    ) -> "Talker":
+        """On a GPU, if there is one, in half precision. `template` names a preset of `ChatTemplate`: otherwise it is
+        the folder's own or, where that has none, its family's."""
+        where, dtype = usable(device)
+        found = find(resolve(name_or_path))
+        if not issubclass(found.model, VLM):
+            raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
+        tokenizer, habit = hub.tokenizer(name_or_path), _habit(found)
+        chosen = _template(found, tokenizer, habit, template)
+        # The weights come last: what can be wrong is said before they are read.
+        model = hub.load(name_or_path, dtype=dtype, device=where)
+        return cls(model, tokenizer, chosen, None if habit is None else habit.around)
+
+    # ---- what is asked ------------------------------------------------------------------------------------------
+
+    def ask(self, images: Any, question: str, **how: Any) -> str:
+        """The answer to one question about a picture, several of them, or none ([]). They come before the question, or
+        where it says so: "Is <image> larger than <image>?" `how` is what `stream` takes."""
+        return self.chat([self.turn(images, question)], **how)
+
+    def chat(self, messages: Sequence[Message], **how: Any) -> str:
+        """The answer to a conversation of several turns, with pictures in any of them."""
+        return "".join(self.stream(messages, **how)).strip()
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_new: int | None = None,
+        sampling: Sampling = GREEDY,
+        stop_strings: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The answer to a conversation, piece by piece as it is written. `max_new` tokens at most: 256, or what the
+        context has room for, unless given."""
+        stream, pictures = self.prompt(messages)
+        context = self.model.config.decoder.context
+        room = context - len(stream)
+        if room < (max_new or 1):
+            shown = int((stream.ids == self.fill).sum())
+            raise ConfigError(
+                f"the prompt has {len(stream):,} tokens, {shown:,} of them for pictures, and {max_new or 1} more pass "
+                f"the {context:,} the model was made for",
+                f"ask for at most {room} tokens" if room > 0 else "give fewer or smaller pictures, or fewer words",
+            )
+        pieces = seen.stream(
+            self.model,
+            [stream],
+            pictures,
+            max_new=max_new or min(USUAL, room),
+            sampling=sampling,
+            tokenizer=self.words,
+            stop_strings=stop_strings,
+        )
+        return (piece.text for piece in pieces)
+
+    def turn(self, images: Any, question: str) -> Message:
+        """A user's message."""
+        if not question.strip():
+            raise ConfigError("a question without words", "ask something")
+        pictures = [_picture(one) for one in (images if isinstance(images, list | tuple) else [images])]
+        said = question.split(self.image)
+        if len(said) == 1:
+            return {"role": "user", "content": [*pictures, _text(question)]}
+        if len(said) - 1 != len(pictures):
+            raise TextError(
+                f"the question has {len(said) - 1} places for pictures ({self.image}), and there are {len(pictures)}",
+                "give one for each, or leave the places out: pictures then come first",
+            )
+        parts = [_text(said[0])]
+        for picture, after in zip(pictures, said[1:], strict=True):
+            parts += [picture, _text(after)]
+        return {"role": "user", "content": [part for part in parts if part.get("text") != ""]}
+
+    # ---- what the model reads -----------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[Stream, Any]:
+        """A conversation as a stream that ends where the answer begins, and its pictures."""
+        said, images = [], []
+        for n, message in enumerate(messages):
+            content = message.get("content")
+            parts = [_text(content)] if isinstance(content, str) else list(content or ())
+            for part in parts:
+                kind = part.get("type") if isinstance(part, dict) else part
+                if kind == "image" and part.get("image") is None:
+                    raise ImageError(f"messages[{n}] has an image part without a picture", 'give it as "image"')
+                if kind not in ("text", "image"):
+                    raise TextError(f"messages[{n}] has a part of the kind {kind!r}", "give texts and images")
+            images += [load_image(part["image"]) for part in parts if part["type"] == "image"]
+            # A template is shown that there is a picture, not which.
+            said.append({**message, "content": [_place(part) for part in parts]})
+        ids = self.template.encode(said, self.words, generate=True).ids
+        lead = self.words.encode("", specials=True)[:1]  # where the tokenizer begins every text with a bos
+        if lead == [self.words.bos] and ids[:1] != lead:
+            ids = lead + ids
+        shown = self.model.prepare(images) if images else None
+        return build(self._parts(ids, () if shown is None else shown.shapes), self.model.config.rules), shown
+
+    def _parts(self, ids: list[int], shapes: Sequence[Shape]) -> list[Part]:
+        places = [at for at, id in enumerate(ids) if id == self.fill]
+        if len(places) != len(shapes):
+            raise TextError(
+                f"{self.template.name} made {len(places)} places for pictures ({self.image}) of {len(shapes)} pictures",
+                "use a template that writes one for each, such as template='vicuna'",
+            )
+        parts, start = [], 0
+        for place, shape in zip(places, shapes, strict=True):
+            parts += [words(ids[start:place] + self.before), self.model.config.part(shape), words(self.after)]
+            start = place + 1
+        return [part for part in [*parts, words(ids[start:])] if part.tokens]
+
+
+def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
+    """Where a model ready to hand goes, and its type there: a GPU, if there is one, in half precision."""
+    there = torch.cuda.is_available()
+    where = torch.device(device or ("cuda" if there else "cpu"))
+    if where.type == "cuda" and not there:
+        raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
+    return str(where), torch.bfloat16 if where.type == "cuda" else torch.float32
+
+
+def _habit(found: Found) -> Habit | None:
+    """That of the folder's family; a folder of ours has those that it could be written as."""
+    fits = [name for name, row in FAMILIES.items() if row.model is VLM and row.fits(found.config)]
+    names = fits if found.family is None else [found.family.name]
+    return next((HABITS[name] for name in names if name in HABITS), None)
+
+
+def _template(found: Found, tokenizer: Tokenizer, habit: Habit | None, named: str | None) -> ChatTemplate:
+    if named is None and tokenizer.chat_template is not None:
+        return ChatTemplate.of(tokenizer)
+    if named is not None:
+        habit = Habit(named)
+    if habit is None:
+        raise TextError(f"{found.path} has no chat template", "name one: load(…, template='vicuna')")
+    template = ChatTemplate.preset(habit.preset)
+    template.variables |= {"image": tokenizer.token(found.config.rules.fill), **habit.told}
+    return template
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _picture(source: Source) -> dict[str, Any]:
+    return {"type": "image", "image": source}
+
+
+def _place(part: Message) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image" else _text(part["text"])

@@ -12,6 +12,7 @@ from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig, PrefixConfig
 from vitrail.connectors import (
     ConvMergerConfig,
+    FusedConfig,
     MergerConfig,
     PoolConfig,
     ProjectorConfig,
@@ -143,6 +144,49 @@ def test_hd9():
     config = VLMConfig(tower=tower, connector=connector, decoder=DECODER, policy=HD9(tile=24, patch=4), newline=True)
     assert config.tokens(config.policy.cut(30, 50)) == 10 * (9 + 1)
     packed_is_alone(made(config), pictures((30, 50), (24, 24)))
+
+
+def asked(model, shown, talks, answers=(3,)):
+    """Every picture with its questions behind it, each after its own queries."""
+    samples = []
+    for shape, questions in zip(shown.shapes, talks, strict=True):
+        parts = model.config.parts(shape, len(questions))
+        talk = [one for part, ids in zip(parts, questions, strict=True) for one in (part, words(ids), words(answers))]
+        samples.append(build(talk, model.config.rules))
+    return samples, shown._replace(questions=tuple([torch.tensor(q) for q in own] for own in talks))
+
+
+def test_queries_fused_with_questions():
+    """Nine views and one, condensed, then a few queries for each question; the second question changes nothing of the
+    first, and pictures with unequal talks are as by themselves."""
+    tower = TOWER.with_(cls=False, positions="patches")
+    config = VLMConfig(
+        tower=tower,
+        connector=ConvMergerConfig(reads=16, gives=16, newline=True),
+        queries=FusedConfig(reads=16, gives=32, vocab=50, first=5, later=2, layers=2, width=24, heads=2, hidden=32),
+        decoder=DECODER,
+        policy=HD9(tile=24, patch=4),
+    )
+    shape = config.policy.cut(30, 50)
+    assert [config.tokens(shape, n) for n in (1, 2, 3)] == [5, 7, 9]
+    model = made(config)
+    images = pictures((30, 50), (24, 24))
+    samples, shown = asked(model, model.prepare(images), [[[7, 8], [9]], [[4]]])
+    assert [len(s) for s in samples] == [5 + 2 + 1 + 2 + 1 + 1, 5 + 1 + 1]
+    batch = pack(samples, sum(map(len, samples)))
+    both = split(batch, model(batch, shown))
+    for image, talk, found in zip(images, [[[7, 8], [9]], [[4]]], both, strict=True):
+        (sample,), alone = asked(model, model.prepare([image]), [talk])
+        assert torch.allclose(found, model(pack([sample], len(sample)), alone)[0], atol=1e-4)
+    (sample,), alone = asked(model, model.prepare(images[:1]), [[[7, 8]]])
+    first = model(pack([sample], len(sample)), alone)[0]
+    assert torch.allclose(both[0][: len(first)], first, atol=1e-4)
+    (sample,), other = asked(model, model.prepare(images[:1]), [[[7, 6]]])
+    same = model(pack([sample], len(sample)), other._replace(questions=alone.questions))[0]
+    changed = model(pack([sample], len(sample)), other)[0]
+    assert not torch.allclose(same[0], changed[0], atol=1e-3)  # the first query knows the question
+    with pytest.raises(ConfigError, match="questions of 1"):
+        model(batch, shown._replace(questions=shown.questions[:1]))
 
 
 def test_text_alone():

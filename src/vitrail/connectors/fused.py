@@ -10,10 +10,12 @@ B batch, N features, D their width, T words of a question, K questions, V width 
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vitrail.connectors.base import Connector, ConnectorConfig, fit, positive
 from vitrail.connectors.grids import Laid, count
@@ -139,6 +141,19 @@ class Fused(Connector[FusedConfig]):
         x = self._run(torch.cat(parts, dim=1), torch.cat(real, dim=1))
         groups = x.split([part.shape[1] for part in parts], dim=1)[2::2]  # (B, n + 1, V) each
         return Groups([group[:, :-1] for group in groups], torch.stack([group[:, -1] for group in groups], dim=1))
+
+    def talks(self, pictures: Sequence[Tensor], questions: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Pictures of unequal size (N, D), each with questions of its own, ids (T,) → (n, W) for every question,
+        picture after picture. Of a picture nobody asks about, what is made of a question that says nothing."""
+        if len(pictures) != len(questions):
+            raise ConfigError(f"{len(pictures)} pictures and the questions of {len(questions)}", "give those of each")
+        nothing = torch.zeros(0, dtype=torch.long, device=self.queries.device)
+        asked = [[ids.to(nothing) for ids in own] or [nothing] for own in questions]
+        columns = zip_longest(*asked, fillvalue=nothing)  # the k-th question of every picture
+        ids = [pad_sequence(list(column), batch_first=True, padding_value=-1) for column in columns]
+        laid = [len(picture) for picture in pictures]
+        groups = self.fuse(pad_sequence(list(pictures), batch_first=True), laid, ids).queries
+        return [self.project(groups[k][p]) for p, own in enumerate(asked) for k in range(len(own))]
 
     def _run(self, x: Tensor, real: Tensor) -> Tensor:
         """x (B, L, V), of which `real` (B, L) are no padding: that is not seen, and takes no position."""

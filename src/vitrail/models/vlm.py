@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig, Marked, Pictures, Stacked
 from vitrail.config import Config
-from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig, make_connector
+from vitrail.connectors import AnyConnectorConfig, Fused, FusedConfig, MergerConfig, make_connector
+from vitrail.connectors.stitch import stitched
 from vitrail.encoders.depth import depth_of
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import ConfigError, ImageError
 from vitrail.nn import KVCache, small
-from vitrail.processing.cut import Cut, Span
+from vitrail.processing.cut import Cut
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import NORMS, to_array
 from vitrail.processing.patches import to_blocks
@@ -42,6 +42,7 @@ class VLMConfig(Config):
     layer      of the tower whose features are read (LLaVA: −2); the last, with its norm, unless given
     prefix     whether CLS and registers are read along with the patches
     stack      what makes soft tokens of the tower's taps, one connector each (DeepStack)
+    queries    what condenses the connector's tokens, together with the questions asked about them (token scaling)
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
     rules      how words and pictures become a stream
     marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
@@ -56,26 +57,33 @@ class VLMConfig(Config):
     layer: int | None = None
     prefix: bool = False
     stack: AnyConnectorConfig | None = None
+    queries: FusedConfig | None = None
     newline: bool = False
     rules: Rules = Rules()
     marks: dict[str, int] = {}
 
     def __post_init__(self) -> None:
-        reads, W = self.width, self.decoder.block.width
-        for name, connector in (("connector", self.connector), ("stack", self.stack)):
-            if connector is not None and (connector.reads, connector.gives) != (reads, W):
+        D, W = self.width, self.decoder.block.width
+        between = W if self.queries is None else self.queries.reads
+        ways = {
+            "connector": (self.connector, D, between),
+            "stack": (self.stack, D, W),
+            "queries": (self.queries, between, W),
+        }
+        for name, (connector, reads, gives) in ways.items():
+            if connector is not None and (connector.reads, connector.gives) != (reads, gives):
                 raise ConfigError(
-                    f"the {name} reads {connector.reads} and gives {connector.gives}; "
-                    f"the tower gives {reads} and the decoder reads {W}",
-                    f"set {name}.reads = {reads} and {name}.gives = {W}",
+                    f"the {name} reads {connector.reads} and gives {connector.gives}; it is given {reads} and should "
+                    f"give {gives}",
+                    f"set {name}.reads = {reads} and {name}.gives = {gives}",
                 )
         if isinstance(self.connector, FusedConfig):
-            raise ConfigError("question-fused queries need the question before the picture", "use another connector")
+            raise ConfigError("question-fused queries read what a connector gives", "give them as `queries`")
         if isinstance(self.decoder.fusion, CrossConfig):
             raise ConfigError("cross-attention looks at pictures that are no tokens of the stream", "use another model")
         self._check_tower()
         self._check_stack()
-        if not isinstance(self.policy, Native):
+        if not isinstance(self.policy, Native) and self.queries is None:
             self._check_rows(self.policy.cut(1, 1))  # what a cut is made of does not hang on the picture
         if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
             raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
@@ -138,8 +146,15 @@ class VLMConfig(Config):
         """Of the features that the tower gives."""
         return self.tower.width if isinstance(self.tower, TowersConfig) else self.tower.block.width
 
-    def tokens(self, shape: Shape) -> int:
-        """Soft tokens of a picture or a video, newlines included. Nothing needs to be built for this."""
+    def tokens(self, shape: Shape, questions: int = 1) -> int:
+        """Soft tokens of a picture or a video, newlines included, that the decoder reads: all that so many questions
+        need together. Nothing needs to be built for this."""
+        return (
+            self._condensed(shape) if self.queries is None else self.queries.tokens(self._condensed(shape), questions)
+        )
+
+    def _condensed(self, shape: Shape) -> int:
+        """Soft tokens that the connector gives, newlines included."""
         if isinstance(shape, Grid):
             return shape.tokens
         if self._stitched(shape):
@@ -162,12 +177,20 @@ class VLMConfig(Config):
         self._check_rows(shape)
         return picture(shape if self._stitched(shape) else self.tokens(shape), **more)
 
+    def parts(self, shape: Shape, questions: int = 1, **more: Any) -> list[Part]:
+        """What stands before each of so many questions about one picture: the picture, and then nothing, or the queries
+        that were fused with that question."""
+        if self.queries is None:
+            return [self.part(shape, **more)]
+        return [picture(count, **more) for count in self.queries.groups(questions)]
+
 
 class Shown(NamedTuple):
     """Pictures, or videos, in the order of the parts that wait for them."""
 
     pixels: Tensor  # views (V, C, H, W) of one size or, for packed towers, patches (N, K)
     shapes: tuple[Shape, ...]
+    questions: tuple[Sequence[Tensor], ...] = ()  # of each picture, where queries are fused with them: their ids (T,)
 
 
 class Seen(NamedTuple):
@@ -187,6 +210,7 @@ class VLM(nn.Module):
         self.connector = make_connector(config.connector)
         taps = config.tower.taps if isinstance(config.tower, PackedViTConfig) else ()
         self.stack = nn.ModuleList([make_connector(config.stack) for _ in taps if config.stack is not None])
+        self.queries = None if config.queries is None else Fused(config.queries)
         self.decoder = Decoder(config.decoder)
         self.newline = small(1, config.decoder.block.width) if config.newline else None
 
@@ -214,6 +238,12 @@ class VLM(nn.Module):
     # ---- features -----------------------------------------------------------------------------------------------
 
     def look(self, shown: Shown) -> Seen:
+        seen = self._soft(shown)
+        if self.queries is None:
+            return seen
+        return Seen(self.queries.talks(seen.blocks, shown.questions or [[]] * len(seen.blocks)), seen.depths)
+
+    def _soft(self, shown: Shown) -> Seen:
         if isinstance(self.tower, PackedViT):
             grids = [shape for shape in shown.shapes if isinstance(shape, Grid)]
             *taps, last = self.tower.depths(shown.pixels, grids)  # (N, D) each
@@ -311,15 +341,3 @@ def _packed(connector: nn.Module, features: Tensor, grids: Sequence[Grid]) -> Te
 
 def _by_cut(soft: Tensor, cuts: Sequence[Cut]) -> Sequence[Tensor]:
     return soft.split([len(cut.views) for cut in cuts])
-
-
-def stitched(soft: Tensor, cut: Cut, span: Span) -> Tensor:
-    """The tokens of a span, row by row, from the soft tokens (views, M, W) of its cut: (rows · columns, W)"""
-    (down, across), (top, left, height, width) = span.layout, span.window
-    grid, W = cut.views[span.first].grid, soft.shape[-1]
-    tiles = soft[span.first : span.first + down * across].view(down, across, grid.rows, grid.columns, W)
-    mosaic = tiles.transpose(1, 2).reshape(down * grid.rows, across * grid.columns, W)
-    window = mosaic[top : top + height, left : left + width]
-    if span.size != (height, width):
-        window = F.interpolate(window.permute(2, 0, 1)[None], size=span.size, mode="bilinear")[0].permute(1, 2, 0)
-    return window.reshape(-1, W)

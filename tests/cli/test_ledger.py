@@ -74,10 +74,19 @@ def test_the_page_shows_what_the_command_prints(run):
     assert run("llama-3.1-8b", "qwen3-30b-a3b").split("\n\n")[0] in page.read_text()
 
 
-def test_listing_names_every_preset(run):
+def test_listing_names_presets(run, monkeypatch):
+    """Some stand for all, which take seconds; whole systems stand under a heading of their own."""
+    shown = ("stories15m", "qwen3-235b-a22b", "clip-b16", "clip-l-text")
+    whole = ("qwen2.5-vl-3b", "llama-3.2-11b-vision")
+    monkeypatch.setattr("vitrail.cli.ledger.PRESETS", {name: PRESETS[name] for name in (*shown, *whole)})
+    monkeypatch.setattr("vitrail.cli.ledger.SYSTEMS", {name: PRESETS[name] for name in whole})
     lines = run().splitlines()
-    assert [line.split()[0] for line in lines] == list(PRESETS)
-    assert any("235 B" in line and "22.2 B active" in line for line in lines)
+    gap = lines.index("")
+    assert [line.split()[0] for line in lines[:gap]] == list(shown)
+    assert "235 B" in lines[1] and "22.2 B active" in lines[1] and "256 tokens" in lines[0]
+    assert lines[gap + 1].startswith("vision-language models")
+    assert [line.split()[0] for line in lines[gap + 2 :]] == list(whole)
+    assert "391 tokens of a picture" in lines[-2] and "3,202 features of a picture" in lines[-1]
 
 
 def test_settings_reach_the_ledger(run, tmp_path):

@@ -1,19 +1,25 @@
 """Whole systems by name: tokens and sizes as published, counted without building anything, or on the meta device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
+from hub.test_mllama import ROPE
+from hub.test_qwen_vl import RELEASED
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import DeepStackConfig
 from vitrail.backbones.presets import DECODERS
 from vitrail.connectors import ConvMergerConfig, ProjectorConfig, QFormerConfig, ResamplerConfig, make_connector
-from vitrail.encoders import ViT
+from vitrail.encoders import ViT, ViTConfig
+from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.errors import ConfigError
 from vitrail.hub.families import FAMILIES
-from vitrail.models.presets import VLMS, vlm_named
+from vitrail.models.looking import LookingVLM
+from vitrail.models.presets import LOOKING, VLMS, vlm_named
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.processing.resolution import Letterbox, Native
 from vitrail.stream import build, words
@@ -28,7 +34,16 @@ TOKENS = {  # of a picture of 640 × 480
     "internvl3-1b": (12 + 1) * 256,
     "internvl3-2b": (12 + 1) * 256,
     "internvl3-8b": (12 + 1) * 256,
-    "token-scaling": 1450,
+    "token-scaling": 256,
+    "qwen2-vl-2b": 17 * 23,
+    "qwen2-vl-7b": 17 * 23,
+    "qwen2.5-vl-3b": 17 * 23,
+    "qwen2.5-vl-7b": 17 * 23,
+    "qwen3-vl-2b": 15 * 20,
+    "qwen3-vl-4b": 15 * 20,
+    "qwen3-vl-8b": 15 * 20,
+    "qwen3-vl-30b-a3b": 15 * 20,
+    "cogvlm-17b": 35**2,
 }
 
 
@@ -41,9 +56,17 @@ def test_tokens(name):
     config = vlm_named(name)
     cut = config.policy.cut(480, 640)
     assert config.tokens(cut) == TOKENS[name]
-    stream = build([words([1]), config.part(cut), words([2])], config.rules)
+    (part,) = config.parts(cut)
+    stream = build([words([1]), part, words([2])], config.rules)
     assert len(stream) == TOKENS[name] + 2
     assert type(config).read(config.plain()) == config
+
+
+def test_token_scaling():
+    """1,450 tokens are condensed to 256, and to 8 more for every further question."""
+    config = VLMS["token-scaling"]
+    cut = config.policy.cut(480, 640)
+    assert config.given(cut) == 1450 and [config.tokens(cut, k) for k in (1, 2, 5)] == [256, 264, 288]
 
 
 def test_tokens_of_llava_next():
@@ -64,8 +87,10 @@ def test_sizes(name):
     config = VLMS[name]
     with torch.device("meta"):
         model = VLM(config)
-        tower = Towers(config.tower) if isinstance(config.tower, TowersConfig) else ViT(config.tower)
-        parts = tower, make_connector(config.connector), Decoder(config.decoder)
+        tower = {TowersConfig: Towers, PackedViTConfig: PackedViT, ViTConfig: ViT}[type(config.tower)](config.tower)
+        stack = [make_connector(config.stack) for _ in config.tower.taps] if config.stack else []
+        queries = [make_connector(config.queries)] if config.queries else []
+        parts = tower, make_connector(config.connector), *stack, *queries, Decoder(config.decoder)
     newline = config.decoder.block.width if config.newline else 0
     assert size(model) == size(*parts) + newline
 
@@ -76,16 +101,52 @@ FAMILY = {
     "internvl3-1b": "internvl",
     "internvl3-2b": "internvl",
     "internvl3-8b": "internvl",
+    **{name.lower(): family for name, (family, *_) in RELEASED.items()},
+    "llama-3.2-11b-vision": "mllama",
+    "idefics-9b": "idefics",
 }
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_is_what_transformers_builds(name):
-    family, config = FAMILIES[FAMILY[name]], VLMS[name]
+    family, config = FAMILIES[FAMILY[name]], vlm_named(name)
     assert family.fits(config)
     about = AutoConfig.for_model(family.name, **family.write(config))
     with torch.device("meta"):
-        assert size(AutoModelForImageTextToText.from_config(about)) == size(VLM(config))
+        assert size(AutoModelForImageTextToText.from_config(about)) == size(family.model(config))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_is_what_was_released(name):
+    """Qwen's own files say another context for 2.5 than the shapes that the family is tested with."""
+    family, about, millions = RELEASED[name]
+    config, row = VLMS[name.lower()], FAMILIES[family]
+    theirs = row.config(about, Path("config.json"))
+    theirs = theirs.with_(decoder=theirs.decoder.with_(context=config.decoder.context))
+    assert row.read(row.write(config)) == row.read(row.write(theirs))
+    with torch.device("meta"):
+        assert round(size(VLM(config)) / 1e6) == millions
+
+
+def test_those_that_look_are_what_was_released():
+    """What transformers takes for granted is the 11B, at tiles of 560, with Llama 3.1's ramp; and Idefics-9B."""
+    llama, idefics = FAMILIES["mllama"], FAMILIES["idefics"]
+    about = {"vision_config": {"image_size": 560}, "text_config": {"rope_parameters": ROPE}}
+    assert llama.read(llama.write(LOOKING["llama-3.2-11b-vision"])) == llama.read(llama.write(llama.read(about)))
+    about = {"vision_config": {"embed_dim": 1280}, "perceiver_config": {"qk_layer_norms_perceiver": True}}
+    about |= {"additional_vocab_size": 2, "cross_layer_interval": 4, "qk_layer_norms": True, "use_resampler": True}
+    assert idefics.read(idefics.write(LOOKING["idefics-9b"])) == idefics.read(idefics.write(idefics.read(about)))
+
+
+def test_sizes_by_hand():
+    """CogVLM's expert is as large as the layers of its text; OpenFlamingo's eight blocks have 512 wide attention."""
+    with torch.device("meta"):
+        cogvlm, flamingo = VLM(VLMS["cogvlm-17b"]), LookingVLM(LOOKING["openflamingo-9b"])
+    expert = 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
+    assert size(cogvlm.decoder.fusion) == expert
+    assert size(cogvlm) / 1e9 == pytest.approx(17.6, abs=0.1)  # as its authors count
+    block = 2 * 512 * 4096 + 2 * 512 * 1024 + 2 * 4096 * 4 * 4096
+    assert size(flamingo.decoder.fusion) == 8 * (block + 2 * 4096 + 2)  # two norms, two gates
 
 
 def test_unknown():
@@ -107,8 +168,8 @@ QUERIES = QFormerConfig(reads=1024, gives=4096)
         ("prismatic-7b", {"layer": -2}, "their own layers"),
         ("llava-next-7b", {"connector": ResamplerConfig(reads=1024, gives=4096)}, "newlines"),
         ("llava-next-7b", {"connector": QUERIES}, "newlines"),
-        ("token-scaling", {"connector": QUERIES}, "newlines"),
-        ("token-scaling", {"connector": ConvMergerConfig(reads=1024, gives=4096, newline=True)}, "newlines"),
+        ("token-scaling", {"queries": None}, "gives = 4096"),
+        ("token-scaling", {"connector": ConvMergerConfig(reads=1024, gives=4096, newline=True)}, "gives = 1024"),
         ("internvl3-2b", {"prefix": True}, "lie in many ways"),
         ("internvl3-2b", {"stack": VLMS["internvl3-2b"].connector}, "0 taps"),
         ("llava-1.5-7b", {"decoder": DECODERS["llama-2-7b"].with_(fusion=DeepStackConfig(at=(0, 1)))}, "0 taps"),

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.processing.resolution import POLICIES, AnyRes, Crop, Letterbox, Naive, Native, named
+from vitrail.processing.resolution import POLICIES, AnyRes, Canvas, Crop, Letterbox, Naive, Native, Tiles, named
 from vitrail.show import grid as sheet
 from vitrail.show.grid import AREA, CAPTION, FOOT, GAP, HEAD, MARGIN, PANEL, describe, draw_grid, sizes
 
@@ -44,6 +46,10 @@ def test_captions():
         (AnyRes(grids=((2, 2),)), "whole + 2×2 tiles of 336×336 px · 2.00× too tall · 40% padding"),
         (Native(), "392×196 px · aspect kept"),
         (named("hd9"), "whole + 3×3 tiles of 336×336 px · aspect kept · 50% padding"),
+        (Tiles(), "whole + 2×1 tiles of 448×448 px · 2.00× too tall"),
+        (Tiles(most=1), "448×448 px · 2.00× too tall"),
+        (Canvas(tile=210), "2×1 tiles of 210×210 px · aspect kept · 9% padding"),
+        (Canvas(), "560×560 px · aspect kept · 50% padding"),
     ],
 )
 def test_sizes(policy, words):
@@ -98,6 +104,36 @@ def test_newlines_are_dots(size, rows):
 def test_a_refusal_is_shown():
     pixels = panel(Image.new("RGB", (1000, 3), GREEN), Native())
     assert near(pixels, sheet.HATCH[0]).mean() > 0.5
+
+
+HALVES = Image.new("RGB", (400, 200), GREEN)
+HALVES.paste((150, 40, 30), (200, 0, 400, 200))
+
+
+@pytest.mark.parametrize(
+    ("policy", "before"),  # where the tiles begin, in tiles: the whole stands before them, if there is one
+    [(AnyRes(grids=((1, 2),), patch=336), 1.16), (Tiles(patch=224), 1.16), (Canvas(tile=200, patch=200, most=2), 0)],
+)
+def test_tiles_lie_side_by_side(policy, before):
+    """A picture of two colours: the left tile has the one, the right tile the other, wherever the whole is read."""
+    pixels = panel(HALVES, policy)
+    tile = PANEL / (before + 2.08)
+    y = round(AREA - tile / 3)
+    for at, colour in ((before + 0.3, GREEN), (before + 1.3, (150, 40, 30))):
+        assert near(pixels[y, round(at * tile)], colour).all()
+    if before:
+        assert near(pixels[y, round(0.25 * tile)], GREEN).all()
+        assert near(pixels[y, round(0.75 * tile)], (150, 40, 30)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["anyres", "hd9", "tiles", "canvas"]), st.integers(1, 3000), st.integers(1, 3000))
+def test_a_whole_and_its_tiles(name, height, width):
+    cut = named(name).cut(height, width)
+    base, tiles = sheet._parts(cut)
+    wanted = {"anyres": 0, "hd9": 0, "tiles": len(cut.views) - 1, "canvas": None}[name]
+    assert base == (0 if len(cut.views) == 1 else wanted)
+    assert not tiles or np.prod(sheet._mosaic(cut, tiles)) == len(tiles)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1), (3, 2000)])

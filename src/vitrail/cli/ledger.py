@@ -1,5 +1,6 @@
 """`vitrail ledger`: what models cost, before anybody pays for it."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,15 @@ from vitrail.config import Config
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.hub.configs import read_config
 from vitrail.hub.files import write_json
-from vitrail.lab.ledger import DEVICES, LENGTHS, PRESETS, Floor, Ledger, Time, named
+from vitrail.lab.ledger import DEVICES, LENGTHS, PRESETS, Floor, Ledger, Part, Time, named
 from vitrail.lab.ledger import ledger as make_ledger
+from vitrail.models.looking import LookingVLMConfig
+from vitrail.models.presets import SYSTEMS
+from vitrail.models.vlm import VLMConfig
 from vitrail.show.ledger import Series, draw_ledger, si, tokens
 from vitrail.show.style import check_picture, save_picture
 
+PARTS = ("tower", "connector", "decoder")
 CURVE = tuple(2**power for power in range(10, 21))  # contexts of the picture
 
 
@@ -26,6 +31,8 @@ def ledger(
     /,
     *,
     context: int = 8192,
+    picture: str = "640x480",
+    pictures: int = 1,
     batch: int = 1,
     dtype: str = "bfloat16",
     device: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -38,12 +45,19 @@ def ledger(
 
     Example: vitrail ledger llama-3.1-8b qwen3-30b-a3b --context 32768 --batch 16 --device h100
 
+    Example: vitrail ledger qwen2.5-vl-7b llama-3.2-11b-vision --picture 640x480 --context 64
+
     Parameters
     ----------
     names
         Presets, folders with a config.json or vitrail.json, or GGUF files.
     context
-        Tokens of a decoder's prompt. Towers read pictures of their own size.
+        Tokens of a decoder's prompt, or words of a question to a vision-language model. Towers read pictures of their
+        own size.
+    picture
+        Width and height of the pictures that a vision-language model is asked about.
+    pictures
+        How many of them a question has.
     batch
         Rows at once.
     dtype
@@ -62,7 +76,7 @@ def ledger(
     if out is not None:
         check_picture(out)
     devices = list(dict.fromkeys(device or ["h200"]))
-    settings = {"context": context, "batch": batch, "dtype": dtype}
+    settings = {"context": context, "picture": _size(picture), "pictures": pictures, "batch": batch, "dtype": dtype}
     models = {name: _config(name) for name in names}
     found = [make_ledger(model, name=name, devices=devices, **settings) for name, model in models.items()]
     print("\n\n".join(table(group, batch) for group in _groups(found)))
@@ -77,12 +91,29 @@ def ledger(
 
 
 def listing() -> Iterator[str]:
-    """A line a preset."""
+    """A line a preset; vision-language models under a heading of their own."""
     for name, config in PRESETS.items():
-        one = make_ledger(config, devices=(), lengths=())
-        size = f"{config.context:,} tokens" if isinstance(config, DecoderConfig) else f"{one.tokens:,} tokens each"
-        active = f", {_count(one.active)} active" if one.active != one.parameters else ""
-        yield f"{name:22}{_count(one.parameters):>7}   {one.row}s, {size}{active}"
+        if name not in SYSTEMS:
+            yield _line(name, config)
+    yield ""
+    yield "vision-language models, asked about a picture of 640 × 480:"
+    for name, config in SYSTEMS.items():
+        yield _line(name, config)
+
+
+def _line(name: str, config: Config) -> str:
+    one = make_ledger(config, devices=(), lengths=())
+    active = f", {_count(one.active)} active" if one.active != one.parameters else ""
+    match config:
+        case DecoderConfig():
+            size = f"prompts, {config.context:,} tokens"
+        case VLMConfig():
+            size = f"{one.seen:,} tokens of a picture"
+        case LookingVLMConfig():
+            size = f"{one.seen:,} features of a picture, beside the tokens"
+        case _:
+            size = f"{one.row}s, {one.tokens:,} tokens each"
+    return f"{name:22}{_count(one.parameters):>7}   {size}{active}"
 
 
 # ---- the table --------------------------------------------------------------------------------------------------
@@ -91,13 +122,21 @@ Cell = Callable[[Ledger], str]
 
 
 def table(ledgers: Sequence[Ledger], batch: int) -> str:
-    """A column a model, a row a figure. All models read the same: prompts, pictures, texts or pairs."""
+    """A column a model, a row a figure. All models read the same: prompts, pictures, texts, pairs or questions."""
     first = ledgers[0]
     rows: list[tuple[str, Cell]] = [("parameters", lambda x: _count(x.parameters))]
+    rows += _part_rows(ledgers, lambda part: _count(part.parameters))
     if any(x.active != x.parameters for x in ledgers):
         rows += [("active", lambda x: _count(x.active))]
     rows += [("weights", lambda x: si(x.weights, "B"))]
-    rows += _prompt_rows(first) if first.row == "prompt" else _tower_rows(first)
+    rows += _part_rows(ledgers, lambda part: si(part.weights, "B"))
+    match first.row:
+        case "prompt":
+            rows += _prompt_rows(first)
+        case "question":
+            rows += _question_rows(ledgers)
+        case _:
+            rows += _tower_rows(first)
     for i, floor in enumerate(first.floors):
         rows += [(f"{floor.device}, batch {batch}", lambda x: "")]
         rows += [(f"  {label}", _at(i, cell)) for label, cell in _floor_rows(first, floor)]
@@ -114,6 +153,25 @@ def _prompt_rows(first: Ledger) -> list[tuple[str, Cell]]:
     ]
 
 
+def _question_rows(ledgers: Sequence[Ledger]) -> list[tuple[str, Cell]]:
+    """Questions have as many tokens as the model makes of their pictures: no two columns need have the same."""
+    return [
+        ("picture tokens", lambda x: f"{x.seen:,}"),
+        ("tokens of the question", lambda x: f"{x.tokens:,}"),
+        ("prefill", lambda x: si(x.forward, "FLOP")),
+        *_part_rows(ledgers, lambda part: si(part.forward, "FLOP")),
+        ("a token after it", lambda x: si(x.decode or 0, "FLOP")),
+        ("training, a question", lambda x: si(x.train, "FLOP")),
+        ("cache", lambda x: si(x.cache[x.tokens], "B")),
+        *((f"cache, {tokens(n)}", lambda x, n=n: si(x.cache[n], "B")) for n in LENGTHS),
+    ]
+
+
+def _part_rows(ledgers: Sequence[Ledger], cell: Callable[[Part], str]) -> list[tuple[str, Cell]]:
+    names = PARTS if any(x.parts for x in ledgers) else ()
+    return [(f"  {name}", lambda x, name=name: cell(x.parts[name]) if name in x.parts else "–") for name in names]
+
+
 def _tower_rows(first: Ledger) -> list[tuple[str, Cell]]:
     return [
         (f"tokens, a {first.row}", lambda x: f"{x.tokens:,}"),
@@ -123,6 +181,23 @@ def _tower_rows(first: Ledger) -> list[tuple[str, Cell]]:
 
 
 def _floor_rows(first: Ledger, floor: Floor) -> list[tuple[str, Callable[[Ledger, Floor], str]]]:
+    held = [
+        ("batch that turns", lambda x, f: "none" if f.turning is None else f"{f.turning:,}"),
+        (f"{first.row}s that fit", lambda x, f: f"{f.fitting:,}"),
+        ("devices needed", lambda x, f: str(f.needed)),
+    ]
+    if first.row == "question":
+        return [
+            ("the first token", lambda x, f: _time(f.forward)),
+            *(
+                (f"  {name}", lambda x, f, name=name: _time(f.parts[name]) if name in f.parts else "–")
+                for name in PARTS
+            ),
+            ("a token after it", lambda x, f: _time(f.decode[x.tokens])),
+            *((f"a token at {tokens(n)}", lambda x, f, n=n: _time(f.decode[n])) for n in LENGTHS),
+            ("tokens/s after it", lambda x, f: f"{f.batch / f.decode[x.tokens].floor:,.0f}"),
+            *held,
+        ]
     if first.row != "prompt":
         return [
             ("forward", lambda x, f: _time(f.forward)),
@@ -133,9 +208,7 @@ def _floor_rows(first: Ledger, floor: Floor) -> list[tuple[str, Callable[[Ledger
         (f"prefill, {tokens(first.tokens)}", lambda x, f: _time(f.forward)),
         *((f"a token at {tokens(n)}", lambda x, f, n=n: _time(f.decode[n])) for n in floor.decode),
         (f"tokens/s at {tokens(first.tokens)}", lambda x, f: f"{f.batch / f.decode[x.tokens].floor:,.0f}"),
-        ("batch that turns", lambda x, f: "none" if f.turning is None else f"{f.turning:,}"),
-        ("prompts that fit", lambda x, f: f"{f.fitting:,}"),
-        ("devices needed", lambda x, f: str(f.needed)),
+        *held,
     ]
 
 
@@ -175,14 +248,17 @@ def _aligned(heads: list[str], rows: list[tuple[str, list[str]]]) -> str:
 def _notes(ledgers: Sequence[Ledger], models: dict[str, Config]) -> list[str]:
     lines = [f"{floor.device}: {DEVICES[floor.device].origin}" for floor in ledgers[0].floors]
     lines += ["times are floors: c all products at the device's rate, m each byte moved once"]
-    if any(x.row == "prompt" for x in ledgers):
+    if any(x.row in ("prompt", "question") for x in ledgers):
         lines += [
             "batch that turns: the least that makes a token's time c; none where a row's cache outweighs its work"
         ]
+    if any(isinstance(models[x.name], LookingVLMConfig) for x in ledgers):
+        lines += ["picture tokens of models whose pictures are no part of the stream are looked at from beside it"]
     for one in ledgers:
         config = models[one.name]
-        if isinstance(config, DecoderConfig) and one.tokens > config.context:
-            lines += [f"{one.name} was made for {config.context:,} tokens, not {one.tokens:,}"]
+        words = config.decoder if isinstance(config, VLMConfig | LookingVLMConfig) else config
+        if isinstance(words, DecoderConfig) and one.tokens > words.context:
+            lines += [f"{one.name} was made for {words.context:,} tokens, not {one.tokens:,}"]
         lines += [
             f"{one.name} needs {floor.needed} {floor.device}: its times are those of one, as if it held all"
             for floor in one.floors
@@ -196,6 +272,14 @@ def _notes(ledgers: Sequence[Ledger], models: dict[str, Config]) -> list[str]:
 
 def _config(name: str) -> Config:
     return read_config(name) if name not in PRESETS and Path(name).exists() else named(name)
+
+
+def _size(words: str) -> tuple[int, int]:
+    """640x480, as everybody writes it → height and width."""
+    found = re.fullmatch(r"(\d+)[x×](\d+)", words)
+    if found is None:
+        raise ConfigError(f"--picture {words} is no size", "give width and height, such as 640x480")
+    return int(found[2]), int(found[1])
 
 
 def _groups(ledgers: list[Ledger]) -> list[list[Ledger]]:

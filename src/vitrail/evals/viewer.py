@@ -44,7 +44,12 @@ class HasTower(Protocol):
 
 
 def tower_of(model: object) -> Tower | None:
-    """The picture tower of a model: its `tower`, its `image`, or itself."""
+    """The picture tower of a model: its `tower`, its `image`, or itself.
+
+    None of a vision-language model: its config says how its pictures are prepared, which suites would not follow.
+    """
+    if hasattr(getattr(model, "config", None), "policy"):
+        return None
     for part in (getattr(model, "tower", None), getattr(model, "image", None), model):
         side = getattr(getattr(part, "config", None), "image", None)
         if isinstance(side, int) and callable(getattr(part, "pool", None)):

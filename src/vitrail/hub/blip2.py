@@ -13,6 +13,7 @@ from vitrail.hub.opt import OPT
 from vitrail.hub.towers_vl import activation_name, activation_of, one_size, tower_row, whole
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig
+from vitrail.processing import processors
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import Naive
 from vitrail.stream import Rules
@@ -226,4 +227,13 @@ def _moves(config: VLMConfig) -> list[Move]:
 
 
 COPIES = (("language_model.lm_head.weight", "language_model.model.decoder.embed_tokens.weight"),)
-BLIP2 = Family("blip-2", VLM, _read, _write, round_trip(_read, _write, whole_spelt), _moves, copies=COPIES)
+BLIP2 = Family(
+    "blip-2",
+    VLM,
+    _read,
+    _write,
+    round_trip(_read, _write, whole_spelt, processors.BLIP),
+    _moves,
+    copies=COPIES,
+    pictures=processors.BLIP,
+)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub.about import check_about
 from vitrail.hub.maps import Move
+from vitrail.processing.preprocessing import blamed, said
+from vitrail.processing.processors import Processor
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -33,6 +35,7 @@ class Family:
                only its architectures tell
     stem       what its files of weights are called
     older      what older versions called parts of a name: (now, then)
+    pictures   the image processor whose words set policy, mean and std of a config
     """
 
     name: str
@@ -47,17 +50,23 @@ class Family:
     key: Literal["model_type", "architecture", "_class_name", "architectures"] = "model_type"
     stem: str = "model"
     older: tuple[tuple[str, str], ...] = ()
+    pictures: Processor | None = None
 
     def ignores(self, name: str) -> bool:
         return name.endswith(self.leftovers)
 
     def config(self, about: dict[str, Any], source: Path) -> Any:
-        """`read`, where whatever is wrong with the file is an error that names it."""
+        """`read`, where whatever is wrong with the file is an error that names it; with what lies beside it about
+        pictures, where the family's config holds that."""
         try:
-            check_about(about)
-            return self.read(about)
-        except VitrailError as error:
-            raise type(error)(f"{source}: {error.problem}", error.remedy) from None
+            with blamed(source):
+                check_about(about)
+                config = self.read(about)
+            if self.pictures is None:
+                return config
+            words, source = said(source.parent)
+            with blamed(source):
+                return self.pictures.read(config, words) if words else config
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise CheckpointError(
                 f"{source} is no config of a {self.name}: {type(error).__name__}: {error}", "fetch it again"
@@ -68,12 +77,15 @@ def round_trip(
     read: Callable[[dict[str, Any]], Any],
     write: Callable[[Any], dict[str, Any]],
     spelt: Callable[[Any], Any] = lambda config: config,
+    pictures: Processor | None = None,
 ) -> Callable[[Any], bool]:
     """A config fits a family if what is written of it reads as the same config; `spelt` undoes mere ways of saying."""
 
     def fits(config: Any) -> bool:
         try:
-            return spelt(read(write(config))) == spelt(config)
+            again = read(write(config))
+            again = again if pictures is None else pictures.read(again, pictures.write(config))
+            return spelt(again) == spelt(config)
         except VitrailError:
             return False
 

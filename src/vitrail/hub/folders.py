@@ -65,8 +65,8 @@ def to_hf(
 ) -> None:
     """Write a folder that transformers loads. The family is found from the config unless named.
 
-    A model that looks gets a preprocessor_config.json: what came with it, or, if it was made here, how ours is shown
-    pictures.
+    A model that looks gets a preprocessor_config.json: what its config says of pictures or, of a tower, what came with
+    it, or, if it was made here, how ours is shown pictures.
     """
     folder = Path(folder)
     rows = {name: row for name, row in FAMILIES.items() if row.model is type(model) and row.fits(model.config)}
@@ -90,7 +90,7 @@ def to_hf(
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     kept = {} if row.key == "_class_name" else {"dtype": dtype}  # diffusers takes it for an argument
     about = {row.key: row.name, **kept, **row.write(model.config)}
-    write_json(folder / "config.json", pictures.export(model, folder, row.name, about))
+    write_json(folder / "config.json", pictures.export(model, folder, row, about))
     if tokenizer is not None:
         tokenizer.save(folder)
 

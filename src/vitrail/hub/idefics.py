@@ -16,6 +16,8 @@ from vitrail.hub.family import Family, refuse, round_trip
 from vitrail.hub.maps import Move, fuse, fuse_layer, layer, rename, under, view
 from vitrail.hub.mllama import UNSAID, cross_moves, whole_spelt
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
+from vitrail.processing import processors
+from vitrail.processing.resolution import Naive
 
 About = dict[str, Any]
 
@@ -107,6 +109,7 @@ def _read(about: About) -> LookingVLMConfig:
         decoder=decoder.with_(fusion=fusion),
         mark=mark,
         prefix=True,
+        policy=Naive(size=tower.image, patch=tower.patch, unread=tower.image % tower.patch),
     )
 
 
@@ -206,4 +209,13 @@ COPIES = (  # tied, and stored all the same
     ("lm_head.additional_fc.weight", "model.embed_tokens.additional_embedding.weight"),
 )
 
-IDEFICS = Family("idefics", LookingVLM, _read, _write, round_trip(_read, _write, _spelt), _moves, copies=COPIES)
+IDEFICS = Family(
+    "idefics",
+    LookingVLM,
+    _read,
+    _write,
+    round_trip(_read, _write, _spelt, processors.IDEFICS),
+    _moves,
+    copies=COPIES,
+    pictures=processors.IDEFICS,
+)

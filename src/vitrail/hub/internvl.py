@@ -10,6 +10,7 @@ from vitrail.hub.llava import COPIES, WORDS, family_of, named, part, whole_spelt
 from vitrail.hub.maps import Move, layer, under
 from vitrail.hub.towers_vl import TOWERS_VL, activation_name
 from vitrail.models.vlm import VLM, VLMConfig
+from vitrail.processing import processors
 from vitrail.processing.images import NORMS
 from vitrail.processing.tiles import Tiles
 from vitrail.stream import Rules
@@ -101,4 +102,13 @@ def _moves(config: VLMConfig) -> list[Move]:
     ]
 
 
-INTERNVL = Family("internvl", VLM, _read, _write, round_trip(_read, _write, whole_spelt), _moves, copies=COPIES)
+INTERNVL = Family(
+    "internvl",
+    VLM,
+    _read,
+    _write,
+    round_trip(_read, _write, whole_spelt, processors.INTERNVL),
+    _moves,
+    copies=COPIES,
+    pictures=processors.INTERNVL,
+)

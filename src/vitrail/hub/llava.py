@@ -10,6 +10,7 @@ from vitrail.hub.encoders import ENCODERS
 from vitrail.hub.family import ACTIVATIONS, Family, round_trip
 from vitrail.hub.maps import Move, layer, under, view
 from vitrail.models.vlm import VLM, VLMConfig
+from vitrail.processing import processors
 from vitrail.processing.anyres import AnyRes
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import Crop, Naive
@@ -114,10 +115,9 @@ def _write(config: VLMConfig) -> About:
 def _write_next(config: VLMConfig) -> About:
     if not isinstance(config.policy, AnyRes):
         raise ConfigError("LLaVA-NeXT cuts pictures into tiles")
-    tile = config.policy.tile
     return _write(config) | {
         "architectures": ["LlavaNextForConditionalGeneration"],
-        "image_grid_pinpoints": [[rows * tile, columns * tile] for rows, columns in config.policy.grids],
+        "image_grid_pinpoints": processors.pinpoints(config.policy),
     }
 
 
@@ -135,13 +135,29 @@ def _moves(config: VLMConfig) -> list[Move]:
 
 
 def whole_spelt(config: VLMConfig) -> VLMConfig:
-    return config.with_(decoder=spelt(config.decoder))
+    policy = config.policy
+    if isinstance(policy, Crop) and policy.edge == policy.size:
+        policy = policy.with_(edge=None)
+    return config.with_(decoder=spelt(config.decoder), policy=policy)
 
 
 OLDER = (("vision_tower.", "vision_tower.vision_model."),)  # as the released files have it
 COPIES = (("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),)
 
 LLAVA = tuple(
-    Family(name, VLM, _read, write, round_trip(_read, write, whole_spelt), _moves, copies=COPIES, older=OLDER)
-    for name, write in [("llava", _write), ("llava_next", _write_next)]
+    Family(
+        name,
+        VLM,
+        _read,
+        write,
+        round_trip(_read, write, whole_spelt, shown),
+        _moves,
+        copies=COPIES,
+        older=OLDER,
+        pictures=shown,
+    )
+    for name, write, shown in [
+        ("llava", _write, processors.LLAVA),
+        ("llava_next", _write_next, processors.LLAVA_NEXT),
+    ]
 )

@@ -19,6 +19,8 @@ from vitrail.hub.maps import Move, fuse_layer, layer, rename, under
 from vitrail.hub.towers_vl import TOWERS_VL
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
 from vitrail.nn import BlockConfig
+from vitrail.processing import processors
+from vitrail.processing.canvas import Canvas
 
 About = dict[str, Any]
 
@@ -74,6 +76,7 @@ def _read(about: About) -> LookingVLMConfig:
         decoder=plain.with_(fusion=fusion, extra=EXTRA),
         mark=about.get("image_token_index", about.get("image_token_id", IMAGE)),
         joined=True,
+        policy=Canvas(tile=tower.image, patch=tower.patch, most=tower.tiles),
     )
 
 
@@ -149,7 +152,15 @@ def whole_spelt(config: LookingVLMConfig) -> LookingVLMConfig:
     cross = config.cross.with_(
         at=tuple(sorted(config.cross.at)), attention=heads, mlp=block.mlp, context_width=config.width
     )
-    return config.with_(decoder=decoder.with_(fusion=cross))
+    return config.with_(decoder=decoder.with_(fusion=cross), policy=config.fitted)
 
 
-MLLAMA = Family("mllama", LookingVLM, _read, _write, round_trip(_read, _write, whole_spelt), _moves)
+MLLAMA = Family(
+    "mllama",
+    LookingVLM,
+    _read,
+    _write,
+    round_trip(_read, _write, whole_spelt, processors.MLLAMA),
+    _moves,
+    pictures=processors.MLLAMA,
+)

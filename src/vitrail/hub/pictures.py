@@ -3,6 +3,8 @@
 A model that was made here reads pictures squashed to its tower's side, with values in −1…1, and nothing is said of it.
 One that was loaded keeps what its folder said, word for word; where a folder of strangers said nothing, it keeps that
 nobody knows, so that an export cannot claim anything.
+
+Of vision-language models none of this is kept: their config itself says how pictures are prepared.
 """
 
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.evals.viewer import Tower, tower_of
+from vitrail.hub.family import Family
 from vitrail.hub.files import read_json, write_json
 from vitrail.processing.preprocessing import FILE, WHOLE, Preprocessing, said
 
@@ -55,14 +58,18 @@ def keep(model: nn.Module, folder: Path) -> None:
         _put(folder, getattr(model, KEPT, None))
 
 
-def export(model: nn.Module, folder: Path, family: str, config: dict[str, Any]) -> dict[str, Any]:
+def export(model: nn.Module, folder: Path, family: Family, config: dict[str, Any]) -> dict[str, Any]:
     """Write how a model's pictures are prepared for transformers, and return its config.json, in which timm looks."""
+    if family.pictures is not None:
+        ours: Any = model.config
+        _put(folder, family.pictures.write(ours) if ours.tower.channels == 3 else None)
+        return config
     tower = tower_of(model)
     if tower is None:
         return config
     found = getattr(model, KEPT, None)
     if found is None:
-        found = _ours(tower, family)
+        found = _ours(tower, family.name)
     _put(folder, {key: value for key, value in found.items() if key != "timm"} or None)
     if "timm" in found and "pretrained_cfg" in config:
         return config | {"pretrained_cfg": config["pretrained_cfg"] | found["timm"]}
@@ -78,8 +85,7 @@ def _ours(tower: Tower, family: str) -> dict[str, Any]:
 
 
 def _put(folder: Path, found: dict[str, Any] | None) -> None:
-    if found is None:
-        for file in (FILE, WHOLE):  # of a model that lay there before
-            (folder / file).unlink(missing_ok=True)
-    else:
+    for file in (FILE, WHOLE):  # of a model that lay there before
+        (folder / file).unlink(missing_ok=True)
+    if found is not None:
         write_json(folder / FILE, found)

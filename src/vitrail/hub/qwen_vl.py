@@ -1,7 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense and with experts, in transformers' layout: a tower for pictures and videos
 of any size, a merger, and a language model whose rotary positions are time, height and width.
 
-How many pixels a picture may have and which rule places a video are ways of use: no config.json says them.
+Which rule places a video is a way of use: no config.json says it.
 """
 
 from functools import partial
@@ -20,6 +20,7 @@ from vitrail.hub.towers_qwen import QWEN_TOWERS
 from vitrail.hub.towers_vl import whole
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import ExpertsConfig
+from vitrail.processing import processors
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import Native
 from vitrail.stream import Rules
@@ -216,13 +217,11 @@ def _write(kin: Kin, config: VLMConfig) -> About:
     }
 
 
-def _spelt(kin: Kin, config: VLMConfig) -> VLMConfig:
+def _spelt(config: VLMConfig) -> VLMConfig:
     """The same model with everything said, and used in the usual way."""
-    least, most = kin.pixels
     usual = config.rules.positions.removesuffix("/transformers")
     return config.with_(
         decoder=spelt(config.decoder),
-        policy=config.policy.with_(min_pixels=least, max_pixels=most),
         rules=config.rules.with_(positions=usual, vocab=config.decoder.vocab),
         marks=MARKS | config.marks,
     )
@@ -277,11 +276,12 @@ def _row(kin: Kin) -> Family:
         VLM,
         read,
         write,
-        round_trip(read, write, partial(_spelt, kin)),
+        round_trip(read, write, _spelt, processors.QWEN_VL),
         partial(_moves, kin),
         copies=(("lm_head.weight", f"{words}embed_tokens.weight"),),
         # The second generation's files under the names that its modules have by now.
         older=(("visual.", "model.visual."), ("model.", "model.language_model.")) if words == "model." else (),
+        pictures=processors.QWEN_VL,
     )
 
 

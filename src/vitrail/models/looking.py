@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -20,10 +22,15 @@ from vitrail.encoders.depth import depth_of
 from vitrail.encoders.tiled import TiledViT, TiledViTConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import ConfigError, ImageError, StreamError
-from vitrail.nn import KVCache, Plan
+from vitrail.models import seeing
+from vitrail.nn import KVCache, Plan, Work, cost
+from vitrail.processing.canvas import Canvas
+from vitrail.processing.images import NORMS, to_array
+from vitrail.processing.resolution import Crop, Letterbox, Naive
 from vitrail.stream import Batch
 
 TowerConfig: TypeAlias = TiledViTConfig | ViTConfig
+LookingPolicy: TypeAlias = Canvas | Naive | Letterbox | Crop
 
 
 class LookingVLMConfig(Config):
@@ -33,6 +40,8 @@ class LookingVLMConfig(Config):
     joined     words after pictures that stand side by side see all of them (Llama-3.2-V), or the last one alone
     layer      of a ViT whose features are read; the last, with its norm, unless given
     prefix     whether a ViT's CLS and registers are read along with the patches (Idefics); a tiled tower's CLS is
+    policy     how a picture of any size is fitted to the tower; unless given, on a canvas of tiles, or squashed
+    mean, std  of the pixels, channel by channel
     """
 
     tower: TowerConfig
@@ -42,6 +51,9 @@ class LookingVLMConfig(Config):
     joined: bool = False
     layer: int | None = None
     prefix: bool = False
+    policy: LookingPolicy | None = None
+    mean: tuple[float, ...] = NORMS["clip"].mean
+    std: tuple[float, ...] = NORMS["clip"].std
 
     def __post_init__(self) -> None:
         D, read = self.width, self.decoder.vocab + self.decoder.extra
@@ -60,6 +72,31 @@ class LookingVLMConfig(Config):
             depth_of(self.layer, self.tower.layers)  # refuses a layer that is not there
         elif self.layer is not None or self.prefix:
             raise ConfigError("layer and prefix choose among the tokens of a ViT", "a tiled tower has `taps`")
+        if self.policy is not None:
+            self._check_policy(self.policy)
+
+    def _check_policy(self, policy: LookingPolicy) -> None:
+        usual = self._usual()
+        if isinstance(policy, Canvas) != isinstance(usual, Canvas):
+            raise ConfigError(
+                f"{type(self.tower).__name__} cannot read what the policy {type(policy).__name__} gives",
+                "tiled towers read a canvas; others one view of a picture",
+            )
+        for key in ("tile", "most", "patch") if isinstance(policy, Canvas) else ("size", "patch", "unread"):
+            ours, towers = getattr(policy, key), getattr(usual, key)
+            if ours != towers:
+                raise ConfigError(f"the policy's {key} is {ours}, the tower's {towers}", f"set policy.{key} = {towers}")
+
+    def _usual(self) -> Canvas | Naive:
+        tower = self.tower
+        if isinstance(tower, TiledViTConfig):
+            return Canvas(tile=tower.image, patch=tower.patch, most=tower.tiles)
+        return Naive(size=tower.image, patch=tower.patch, unread=tower.image % tower.patch)
+
+    @property
+    def fitted(self) -> LookingPolicy:
+        """The policy, said or not."""
+        return self.policy or self._usual()
 
     @property
     def cross(self) -> CrossConfig:
@@ -92,6 +129,21 @@ class LookingVLM(nn.Module):
         self.tower = TiledViT(config.tower) if isinstance(config.tower, TiledViTConfig) else ViT(config.tower)
         self.connector = None if config.connector is None else make_connector(config.connector)
         self.decoder = Decoder(config.decoder)
+
+    def prepare(self, images: Sequence[Image.Image]) -> Views:
+        """Pictures (RGB) as the tower reads them."""
+        config, policy, weight = self.config, self.config.fitted, self.decoder.embed.weight
+        if not images:
+            raise ImageError("no picture", "give at least one, or ask without pictures")
+        shown = [
+            torch.stack([to_array(view, config.mean, config.std) for view in policy.apply(image)]).to(weight)
+            for image in images
+        ]  # (1 or its tiles, C, H, W) each
+        if not isinstance(config.tower, TiledViTConfig):
+            return Views(torch.cat(shown))
+        T = config.tower.tiles
+        pixels = torch.stack([F.pad(tiles, (0, 0) * 3 + (0, T - len(tiles))) for tiles in shown])  # (P, T, C, H, W)
+        return Views(pixels, [policy.cut(image.height, image.width).spans[0].layout for image in images])
 
     def look(self, pictures: Views) -> list[Tensor]:
         """What there is to see of each picture, (N, D); N differs where pictures have unequal numbers of tiles."""
@@ -152,6 +204,64 @@ class LookingVLM(nn.Module):
         plan = picture_plan(marks, sizes, joined=self.config.joined, segments=batch.segments)
         features = pad_sequence(rows, batch_first=True)  # (B, S, D)
         return Looked(features, plan.to(weight.device))
+
+    # ---- costs --------------------------------------------------------------------------------------------------
+
+    def work(self, sizes: Sequence[tuple[int, int]], words: int, batch: int = 1) -> seeing.SeeingWork:
+        """What `cost` needs to know of a prompt of pictures of these sizes (height, width), a mark each, and so many
+        words behind them, `batch` times: all is read, and the logits of the last token are asked for."""
+        counts = self._counts(sizes)
+        prompt = Work.prefill(words + len(sizes), batch)
+        if not counts:
+            return seeing.SeeingWork.of(prompt)
+        seen = [self._sees(counts[: i + 1]) for i in range(len(counts))]  # by each mark
+        pairs = batch * (sum(seen) + words * seen[-1])
+        prompt = prompt.with_(context=batch * sum(counts), context_pairs=pairs)
+        return seeing.SeeingWork.of(prompt, *self._looks(sizes, batch))
+
+    def step(self, length: int, sizes: Sequence[tuple[int, int]], batch: int = 1) -> Work:
+        """The same of one more word, the `length`-th, behind such pictures: their keys and values are kept."""
+        return Work.decode(length, batch).across(self._sees(self._counts(sizes)), batch).with_(context=0)
+
+    def _sees(self, counts: Sequence[int]) -> int:
+        """How many features a word sees that stands behind pictures of so many."""
+        return sum(counts if self.config.joined else counts[-1:])
+
+    def _counts(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """How many features there are to look at, of each picture."""
+        counts = [self._tiles(size) * self._features for size in sizes]
+        return counts if self.connector is None else [self.connector.config.tokens(count) for count in counts]
+
+    def _looks(self, sizes: Sequence[tuple[int, int]], batch: int) -> tuple[Work, Work | None]:
+        """What tower and connector do. Tiles that a picture does not fill are computed too."""
+        P, tower = batch * len(sizes), self.config.tower
+        looks, tiles = self.tower.work(P), 1
+        if isinstance(tower, TiledViTConfig):
+            tiles, every = tower.tiles, tower.tiles * tower.filled
+            empty = [every - self._tiles(size) * tower.tokens for size in sizes]  # which do not see each other
+            looks = looks.with_(pairs=batch * sum(every**2 - mine**2 for mine in empty))
+        return looks, None if self.connector is None else self.connector.work(tiles * self._features, P)
+
+    def _tiles(self, size: tuple[int, int]) -> int:
+        """Of a picture of this size; a ViT reads it as one."""
+        return len(self.config.fitted.cut(*size).views)
+
+    @property
+    def _features(self) -> int:
+        """That the tower gives of a tile."""
+        tower = self.config.tower
+        if isinstance(tower, TiledViTConfig):
+            return tower.tokens
+        return tower.side**2 + (tower.prefix if self.config.prefix else 0)
+
+    def legs(self, work: Work) -> dict[str, seeing.Leg]:
+        """The parts, each with its work."""
+        connectors = [] if self.connector is None else [self.connector]
+        return seeing.make_legs(work, self.tower, connectors, self.decoder, layer=self.config.layer)
+
+
+cost.flops.register(LookingVLM, seeing.flops)
+cost.bytes.register(LookingVLM, seeing.bytes)
 
 
 def _by_row(items: Sequence[Tensor], marks: Tensor) -> list[Sequence[Tensor]]:

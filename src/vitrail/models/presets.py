@@ -3,25 +3,29 @@
 What a row says is what was published, but for this:
 
     llava-1.0      Vicuna v0 is a LLaMA 1, which has the shape of Llama 2 and half its context
-    token-scaling  its nine tiles and their convolution before a decoder; of the queries that are fused with the
-                   question there, `connectors.presets` has the shape
+    token-scaling  heads and MLPs of the transformer that fuses queries with the question were not published: Llama's
+    cogvlm-17b     EVA-CLIP-E has a norm at the end of each branch, here at its start; the MLP has a gate beside its
+                   widest layer and a norm; two learned marks stand around the picture, whose tokens share one position
+    openflamingo-9b  the first release, with LLaMA 1; its gated blocks have layer norms, here they have the decoder's
 """
 
 from typing import Any, cast
 
 from vitrail.backbones.decoder import DecoderConfig
+from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig
 from vitrail.backbones.presets import DECODERS
-from vitrail.connectors import AnyConnectorConfig, ConvMergerConfig, MergerConfig, ProjectorConfig
+from vitrail.connectors import AnyConnectorConfig, ConvMergerConfig, FusedConfig, MergerConfig, ProjectorConfig
 from vitrail.connectors.presets import PRESETS as CONNECTORS
-from vitrail.encoders.presets import SIZES, TOWERS, VITS
+from vitrail.encoders.presets import PACKED, SIZES, TILED, TOWERS, VITS
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError, nearest
+from vitrail.models.looking import LookingVLMConfig
 from vitrail.models.vlm import VLMConfig
-from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig, RotaryConfig
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
 from vitrail.processing.anyres import HD9, AnyRes
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import PRESETS as POLICIES
-from vitrail.processing.resolution import AnyPolicy, Crop, Naive
+from vitrail.processing.resolution import AnyPolicy, Crop, Naive, Native
 from vitrail.processing.tiles import Tiles
 from vitrail.stream import Rules
 
@@ -87,8 +91,121 @@ def _prismatic(decoder: str) -> VLMConfig:
 
 def _token_scaling(decoder: str) -> VLMConfig:
     tower, words = VITS["clip-l14-336"], DECODERS[decoder]
-    connector = ConvMergerConfig(reads=tower.block.width, gives=words.block.width)
-    return VLMConfig(tower=tower, connector=connector, decoder=words, policy=HD9(), layer=-2, newline=True)
+    connector = ConvMergerConfig(reads=tower.block.width, gives=tower.block.width, newline=True)
+    queries = cast(FusedConfig, CONNECTORS["fused-256"]).with_(vocab=words.vocab, gives=words.block.width)
+    return VLMConfig(tower=tower, connector=connector, queries=queries, decoder=words, policy=HD9(), layer=-2)
+
+
+# ---- Qwen -------------------------------------------------------------------------------------------------------
+
+PICTURE = 151_655
+MARKS = {"video": 151_656, "vision_start": 151_652, "vision_end": 151_653}
+
+
+def _qwen2(tower: str, words: DecoderConfig, positions: str, context: int) -> VLMConfig:
+    """Qwen2-VL and 2.5: pictures of 4 to 16,384 tokens; the shapes of Qwen2.5, which are Qwen2's."""
+    turned = words.rotary.with_(layout="mrope", sections=(16, 24, 24))
+    policy = Native(max_pixels=28 * 28 * 16_384)
+    return _qwen(tower, words.with_(rotary=turned, context=context), positions, policy, "clip")
+
+
+def _qwen3(tower: str, decoder: str) -> VLMConfig:
+    """Qwen3-VL: features of three depths are added after the first layers."""
+    words = DECODERS[decoder]
+    turned = words.rotary.with_(layout="mrope_interleaved", sections=(24, 20, 20), theta=5e6)
+    words = words.with_(rotary=turned, context=262_144, fusion=DeepStackConfig())
+    return _qwen(tower, words, "qwen3-vl", cast(Native, POLICIES["qwen3-vl"]), "half")
+
+
+def _qwen(tower: str, words: DecoderConfig, positions: str, policy: Native, norm: str) -> VLMConfig:
+    eyes, (mean, std) = PACKED[tower], NORMS[norm]
+    merger = MergerConfig(reads=eyes.block.width, gives=words.block.width, norm=eyes.block.norm, order="blocks")
+    return VLMConfig(
+        tower=eyes,
+        connector=merger,
+        decoder=words,
+        policy=policy,
+        mean=mean,
+        std=std,
+        stack=merger.with_(norm_at="after") if eyes.taps else None,
+        rules=Rules(positions=positions, vocab=words.vocab, fill=PICTURE),
+        marks=MARKS,
+    )
+
+
+def _qwen_3b() -> DecoderConfig:
+    """Qwen2.5-3B."""
+    small = DECODERS["qwen2.5-1.5b"]
+    attention = small.block.attention.with_(heads=16, kv_heads=2)
+    return small.with_(
+        layers=36, block=small.block.with_(width=2048, attention=attention, mlp=GatedConfig(hidden=11_008))
+    )
+
+
+# ---- weights or blocks of their own for pictures ----------------------------------------------------------------
+
+
+def _cogvlm(decoder: str) -> VLMConfig:
+    """EVA-CLIP-E without its last block, and a visual expert in every layer of a Vicuna."""
+    block = BlockConfig(width=1792, attention=AttentionConfig(heads=16, bias="all"), mlp=PlainConfig(hidden=15_360))
+    more: dict[str, Any] = {"cls": True, "positions": "cls_and_patches", "norm_last": "none"}
+    words = DECODERS[decoder].with_(context=2048, fusion=ExpertConfig())
+    return VLMConfig(
+        tower=ViTConfig(layers=63, block=block, patch=14, image=490, **more),
+        connector=ProjectorConfig(reads=1792, gives=words.block.width, layers=3, hidden=(4096, 11_008), bias=False),
+        decoder=words,
+        policy=Naive(size=490),
+    )
+
+
+def _llama_vision(decoder: str) -> LookingVLMConfig:
+    tower, words = TILED["llama-3.2-vision"], DECODERS[decoder]
+    attention = words.block.attention.with_(qk_norm="rms")
+    fusion = CrossConfig(at=tuple(range(3, 40, 5)), where="inserted", attention=attention, blind="skip")
+    return LookingVLMConfig(
+        tower=tower,
+        connector=ProjectorConfig(reads=tower.width, gives=words.block.width, layers=1),
+        decoder=words.with_(fusion=fusion, extra=8),
+        mark=128_256,
+        joined=True,
+    )
+
+
+def _llama_1(decoder: str, added: int, fusion: CrossConfig) -> DecoderConfig:
+    """Llama 2's shape with LLaMA 1's context and epsilon, and a few added words."""
+    words = DECODERS[decoder]
+    attention = words.block.attention.with_(eps=1e-6)
+    block = words.block.with_(eps=1e-6, attention=attention)
+    return words.with_(vocab=words.vocab + added, block=block, context=2048, fusion=fusion)
+
+
+def _idefics(decoder: str) -> LookingVLMConfig:
+    tower, heads = VITS["clip-h14"], DECODERS[decoder].block.attention
+    attention = heads.with_(qk_norm="rms", eps=1e-6)
+    fusion = CrossConfig(at=tuple(range(0, 32, 4)), context_width=tower.block.width, attention=attention)
+    return LookingVLMConfig(
+        tower=tower,
+        connector=_connector("idefics-9b"),
+        decoder=_llama_1(decoder, 2, fusion),
+        mark=32_001,
+        prefix=True,
+    )
+
+
+def _openflamingo(decoder: str) -> LookingVLMConfig:
+    """The open copy of Flamingo: eight narrow heads look at the last picture, before every fourth layer."""
+    fusion = CrossConfig(
+        at=tuple(range(3, 32, 4)),
+        context_width=1024,
+        attention=AttentionConfig(heads=8, head_dim=64),
+        mlp=PlainConfig(hidden=4 * 4096, bias=False),
+    )
+    return LookingVLMConfig(
+        tower=VITS["clip-l14"],
+        connector=_connector("openflamingo-9b"),
+        decoder=_llama_1(decoder, 3, fusion),
+        mark=32_001,
+    )
 
 
 # fmt: off
@@ -103,11 +220,30 @@ VLMS: dict[str, VLMConfig] = {
     "internvl3-2b":   _internvl3("qwen2.5-1.5b"),
     "internvl3-8b":   _internvl3("qwen2.5-7b"),
     "token-scaling":  _token_scaling("llama-2-7b"),
+    "qwen2-vl-2b":    _qwen2("qwen2-vl",   DECODERS["qwen2.5-1.5b"], "qwen2-vl",   32_768),
+    "qwen2-vl-7b":    _qwen2("qwen2-vl",   DECODERS["qwen2.5-7b"],   "qwen2-vl",   32_768),
+    "qwen2.5-vl-3b":  _qwen2("qwen2.5-vl", _qwen_3b(),               "qwen2.5-vl", 128_000),
+    "qwen2.5-vl-7b":  _qwen2("qwen2.5-vl", DECODERS["qwen2.5-7b"],   "qwen2.5-vl", 128_000),
+    "qwen3-vl-2b":      _qwen3("qwen3-vl-l",      "qwen3-1.7b"),
+    "qwen3-vl-4b":      _qwen3("qwen3-vl-l",      "qwen3-4b"),
+    "qwen3-vl-8b":      _qwen3("qwen3-vl-so400m", "qwen3-8b"),
+    "qwen3-vl-30b-a3b": _qwen3("qwen3-vl-so400m", "qwen3-30b-a3b"),
+    "cogvlm-17b":     _cogvlm("llama-2-7b"),
 }
+"""Their pictures are tokens of the stream."""
+
+LOOKING: dict[str, LookingVLMConfig] = {
+    "llama-3.2-11b-vision": _llama_vision("llama-3.1-8b"),
+    "idefics-9b":           _idefics("llama-2-7b"),
+    "openflamingo-9b":      _openflamingo("llama-2-7b"),
+}
+"""Their pictures are looked at from beside it."""
 # fmt: on
 
+SYSTEMS: dict[str, VLMConfig | LookingVLMConfig] = {**VLMS, **LOOKING}
 
-def vlm_named(name: str) -> VLMConfig:
-    if name not in VLMS:
-        raise ConfigError(f"no vision-language model is called {name!r}", nearest(name, VLMS))
-    return VLMS[name]
+
+def vlm_named(name: str) -> VLMConfig | LookingVLMConfig:
+    if name not in SYSTEMS:
+        raise ConfigError(f"no vision-language model is called {name!r}", nearest(name, SYSTEMS))
+    return SYSTEMS[name]

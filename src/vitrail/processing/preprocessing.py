@@ -4,11 +4,14 @@ C channels, H, W pixels
 """
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, VitrailError
 from vitrail.processing.cut import Resample
 from vitrail.processing.images import NORMS, Source, load_image, to_array
 from vitrail.processing.resolution import Crop, Naive
@@ -51,47 +54,35 @@ class Preprocessing:
         """
         about, file = said(folder)
         if about and ("size" in about or "max_num_patches" in about):
-            return cls._of(about, file, config.image if fixed else None)
+            with blamed(file):
+                return cls.of(about, config.image if fixed else None)
         if about is None and (folder / "vitrail.json").is_file():
             return cls.own(config)
         raise CheckpointError(f"{folder} does not say how its pictures are prepared", f"put its {FILE} beside it")
 
     @classmethod
-    def _of(cls, about: dict[str, Any], file: Path, wanted: int | None) -> "Preprocessing":
+    def of(cls, about: dict[str, Any], wanted: int | None) -> "Preprocessing":
+        """What the words of a preprocessor_config.json mean, for a tower that wants pictures of that side."""
         if "max_num_patches" in about or not isinstance(about.get("size"), dict | int):
-            raise CheckpointError(f"{file}: pictures of no one size", "suites read models with square pictures only")
-        if not about.get("do_resize", True):
-            raise CheckpointError(f"{file}: pictures are not resized", "set do_resize and size in it")
-        number = about.get("resample", 3)
-        if not isinstance(number, int) or number not in _RESAMPLE:
-            raise CheckpointError(f"{file}: resample {number}", f"known: {_RESAMPLE}")
-        resample = _RESAMPLE[number]
-        size, crop = about["size"], _side(about.get("crop_size"), file) if about.get("do_center_crop") else None
+            raise CheckpointError("pictures of no one size", "suites read models with square pictures only")
+        size, crop = about["size"], side_of(about.get("crop_size")) if about.get("do_center_crop") else None
         if isinstance(size, int):  # written before sizes were dicts: the shortest edge where a crop follows
             size = {"shortest_edge": size} if crop else {"height": size, "width": size}
-        side = crop or _side(size, file)
+        side, resample = crop or side_of(size), resample_of(about)
         policy: Naive | Crop
         if crop is None and "shortest_edge" not in size:
             policy = Naive(size=side, patch=1, resample=resample)
         elif crop is not None and "shortest_edge" in size:
             policy = Crop(size=crop, edge=size["shortest_edge"], patch=1, resample=resample)
-        elif crop is not None and _side(size, file) == crop:
+        elif crop is not None and side_of(size) == crop:
             policy = Naive(size=crop, patch=1, resample=resample)  # the crop takes all of a square
         else:
-            raise CheckpointError(f"{file}: size {size} with crop {crop}", "give square pictures, cropped or squashed")
+            raise CheckpointError(f"size {size} with crop {crop}", "give square pictures, cropped or squashed")
         if wanted not in (None, side):
             raise CheckpointError(
-                f"{file} makes pictures of {side} pixels, the tower is for {wanted}", "do they belong together?"
+                f"it makes pictures of {side} pixels, the tower is for {wanted}", "do they belong together?"
             )
-        mean, std = (0.0,) * 3, (1.0,) * 3
-        if about.get("do_normalize", True):
-            mean, std = (_levels(about, key, file) for key in ("image_mean", "image_std"))
-        if not all(std):
-            raise CheckpointError(f"{file}: image_std is {std}", "nothing can be divided by 0")
-        rescale = about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0
-        if not isinstance(rescale, float | int):
-            raise CheckpointError(f"{file}: rescale_factor is {rescale!r}", "give a number")
-        return cls(policy, mean, std, rescale)
+        return cls(policy, *levels_of(about))
 
     @property
     def side(self) -> int:
@@ -107,7 +98,7 @@ class Preprocessing:
             "do_convert_rgb": True,
             "do_resize": True,
             "size": {"shortest_edge": self.policy.edge or self.side} if isinstance(self.policy, Crop) else square,
-            "resample": next(number for number, name in _RESAMPLE.items() if name == self.policy.resample),
+            "resample": resample_number(self.policy.resample),
             "do_center_crop": crop,
             **({"crop_size": square} if crop else {}),
             "do_rescale": True,
@@ -124,16 +115,16 @@ class Preprocessing:
 
 def said(folder: Path) -> tuple[dict[str, Any] | None, Path]:
     """What a folder says of its pictures, if anything, and the file: a preprocessor_config.json or, where a whole
-    processor wrote it, the picture part of a processor_config.json. One that says nothing, {}, is how a folder of ours
-    says that nobody knows."""
-    if (file := folder / FILE).is_file():
-        return _json(file), file
+    processor wrote it, the picture part of a processor_config.json, which goes first in transformers too. One that says
+    nothing, {}, is how a folder of ours says that nobody knows."""
     if (file := folder / WHOLE).is_file():
         part = _json(file).get("image_processor")
         if part is not None and not isinstance(part, dict):
             raise CheckpointError(f"{file}: image_processor is no JSON object", "fetch the file again")
-        return part, file
-    return None, folder / FILE
+        if part is not None:
+            return part, file
+    file = folder / FILE
+    return (_json(file) if file.is_file() else None), file
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -146,18 +137,59 @@ def _json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _side(size: object, file: Path) -> int:
+@contextmanager
+def blamed(file: Path) -> Iterator[None]:
+    """Whatever is wrong is an error that names the file."""
+    try:
+        yield
+    except VitrailError as error:
+        raise type(error)(f"{file}: {error.problem}", error.remedy) from None
+
+
+# ── what the words mean ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def side_of(size: object) -> int:
+    """Of a square, however it is said."""
     if isinstance(size, int):
         return size
     if isinstance(size, dict):
         sides = {size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))}
         if len(sides) == 1 and isinstance(side := sides.pop(), int):
             return side
-    raise CheckpointError(f"{file}: pictures of {size}", "suites read models with square pictures only")
+    raise CheckpointError(f"pictures of {size}", "only square ones are read so")
 
 
-def _levels(about: dict[str, Any], key: str, file: Path) -> tuple[float, ...]:
+def resample_of(about: dict[str, Any]) -> Resample:
+    if not about.get("do_resize", True):
+        raise CheckpointError("pictures are not resized", "set do_resize and size in it")
+    number = about.get("resample", 3)
+    if not isinstance(number, int) or number not in _RESAMPLE:
+        raise CheckpointError(f"resample {number}", f"known: {_RESAMPLE}")
+    return _RESAMPLE[number]
+
+
+def resample_number(name: Resample) -> int:
+    return next(number for number, known in _RESAMPLE.items() if known == name)
+
+
+def levels_of(about: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+    """Mean, standard deviation, and what a pixel is multiplied with before."""
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if about.get("do_normalize", True):
+        mean, std = (_three(about, key) for key in ("image_mean", "image_std"))
+    if not all(std):
+        raise CheckpointError(f"image_std is {std}", "nothing can be divided by 0")
+    rescale = about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 1.0
+    if not isinstance(rescale, float | int):
+        raise CheckpointError(f"rescale_factor is {rescale!r}", "give a number")
+    return mean, std, rescale
+
+
+def _three(about: dict[str, Any], key: str) -> tuple[float, ...]:
     found = about.get(key)
     if not isinstance(found, list) or len(found) != 3 or not all(isinstance(x, float | int) for x in found):
-        raise CheckpointError(f"{file}: {key} is {found}", "give three numbers")
-    return tuple(found)
+        raise CheckpointError(f"{key} is {found}", "give three numbers")
+    if not all(map(math.isfinite, found)):
+        raise CheckpointError(f"{key} is {found}", "give three finite numbers")
+    return tuple(map(float, found))

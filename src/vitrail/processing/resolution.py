@@ -8,6 +8,7 @@ import math
 
 from vitrail.errors import ConfigError, ImageError, nearest
 from vitrail.processing.anyres import GRIDS_ONEVISION, HD9, AnyRes
+from vitrail.processing.canvas import Canvas
 from vitrail.processing.cut import (
     Colour,
     Cut,
@@ -26,7 +27,7 @@ from vitrail.processing.grid import Grid
 from vitrail.processing.tiles import Tiles
 
 __all__ = ["HD9", "POLICIES", "PRESETS", "AnyRes", "Crop", "Cut", "Letterbox", "NaFlex", "Naive", "Native", "Policy"]
-__all__ += ["AnyPolicy", "Span", "Tiles", "View", "named"]
+__all__ += ["AnyPolicy", "Canvas", "Span", "Tiles", "View", "named"]
 
 
 def _single(height: int, width: int, view: View) -> Cut:
@@ -201,7 +202,7 @@ class NaFlex(Policy, tag="naflex"):
         return rows, columns
 
 
-AnyPolicy = Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9 | Tiles
+AnyPolicy = Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9 | Tiles | Canvas
 """What the `policy` of a table can say."""
 
 POLICIES: dict[str, type[Policy]] = {
@@ -212,6 +213,8 @@ POLICIES: dict[str, type[Policy]] = {
     "native": Native,
     "naflex": NaFlex,
     "hd9": HD9,
+    "tiles": Tiles,
+    "canvas": Canvas,
 }
 
 # As released. A preset is a policy with its numbers; the tower's own normalisation is in `images.NORMS`.
@@ -224,6 +227,8 @@ PRESETS: dict[str, Policy] = {
     "qwen2-vl": Native(),
     "qwen3-vl": Native(patch=16, min_pixels=65_536, max_pixels=16_777_216),
     "siglip2-naflex": NaFlex(),
+    "internvl": Tiles(),
+    "llama-3.2-vision": Canvas(),
 }
 
 

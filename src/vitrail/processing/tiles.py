@@ -50,5 +50,5 @@ class Tiles(Policy, tag="tiles"):
     def _grids(self) -> list[Size]:
         """From few tiles to many; of as many, tall ones first."""
         sides = range(1, self.most + 1)
-        found = [(rows, columns) for columns in sides for rows in sides if self.least <= rows * columns <= self.most]
-        return sorted(found, key=lambda grid: grid[0] * grid[1])
+        found = [(rows, columns) for columns in sides for rows in range(1, self.most // columns + 1)]
+        return sorted((g for g in found if g[0] * g[1] >= self.least), key=lambda grid: grid[0] * grid[1])

@@ -30,7 +30,7 @@ Box: TypeAlias = tuple[int, int, int, int]  # (left, top, right, bottom) on a pa
 def draw_grid(
     image: Image.Image, policies: Mapping[str, Policy] | None = None, *, title: str = "", columns: int = 4
 ) -> Image.Image:
-    """A sheet with the picture as it is, then one panel a policy (default: all seven), each with its token count.
+    """A sheet with the picture as it is, then one panel a policy (default: all of them), each with its token count.
 
     A panel shows the views the tower sees at one common scale, with the token grid over them. What a policy pads is
     hatched, what it cuts away is faded. A policy that refuses the picture says so in its panel.
@@ -59,18 +59,19 @@ def describe(name: str, cut: Cut) -> str:
 
 def sizes(cut: Cut) -> str:
     """What the tower sees, how far it is stretched, and what is padding or cut away."""
-    *first, view = cut.views
-    words = [f"{view.canvas[1]}×{view.canvas[0]} px"]
-    if first:
-        rows, columns = _mosaic(cut)
-        words = [f"whole + {columns}×{rows} tiles of {words[0]}"]
-    words += [_stretch(cut.views[0].stretch)]
+    base, tiles = _parts(cut)
+    whole = cut.views[base or 0]
+    words = [f"{whole.canvas[1]}×{whole.canvas[0]} px"]
+    if tiles:
+        rows, columns = _mosaic(cut, tiles)
+        words = [f"{'' if base is None else 'whole + '}{columns}×{rows} tiles of {words[0]}"]
+    words += [_stretch(whole.stretch)]
     seen = [_overlap(cut.picture(view), view.canvas) for view in cut.views]
     padding = 1 - sum(seen) / sum(math.prod(view.canvas) for view in cut.views)
     if padding > 0.005:
         words += [f"{_share(padding)} padding"]
-    if not first:
-        lost = 1 - seen[0] / math.prod(cut.picture(view)[2:])
+    if not tiles:
+        lost = 1 - seen[0] / math.prod(cut.picture(whole)[2:])
         words += [f"{_share(lost)} cut away"] if lost > 0.005 else []
     return " · ".join(words)
 
@@ -130,30 +131,37 @@ def _panel(image: Image.Image, name: str, policy: Policy) -> Image.Image:
     return panel
 
 
-def _mosaic(cut: Cut) -> tuple[int, int]:
-    """Rows and columns in which all views but the first are shown."""
-    if len(cut.spans) == 2:
-        return cut.spans[1].layout
-    side = math.isqrt(len(cut.views) - 1)
-    return side, side
+def _parts(cut: Cut) -> tuple[int | None, list[int]]:
+    """Which view shows all of the picture, if one does, and which are tiles of it."""
+    shown = [(cut.picture(view), view.canvas) for view in cut.views]
+    inside = (i for i, (box, size) in enumerate(shown) if math.isclose(_overlap(box, size), box[2] * box[3]))
+    base = 0 if len(shown) == 1 else next(inside, None)
+    return base, [i for i in range(len(cut.views)) if i != base]
+
+
+def _mosaic(cut: Cut, tiles: list[int]) -> tuple[int, int]:
+    """Rows and columns of the tiles: those that lie side by side show the picture at one height."""
+    tops, lefts = ({cut.views[i].offset[axis] for i in tiles} for axis in (0, 1))
+    return len(tops), len(lefts)
 
 
 def _arrange(cut: Cut) -> tuple[list[tuple[float, float]], tuple[float, float]]:
     """Top left corner of each view in a plane of canvas pixels, and the plane's extent."""
-    first = cut.views[0]
-    if len(cut.views) == 1:
-        # Room for what is cut away, up to half a canvas on each side, and a little for the frame.
-        top, left, high, wide = cut.picture(first)
-        above, before = (min(max(0.0, -edge), side / 2) for edge, side in zip((top, left), first.canvas, strict=True))
-        below = min(max(0.0, top + high - first.canvas[0]), first.canvas[0] / 2)
-        after = min(max(0.0, left + wide - first.canvas[1]), first.canvas[1] / 2)
-        return [(above, before)], (above + first.canvas[0] + below, before + first.canvas[1] + after)
-    rows, columns = _mosaic(cut)
+    first, (base, tiles) = cut.views[0], _parts(cut)
     tall, wide = first.canvas
-    apart = 0.16 * wide
-    places = [((rows - 1) * float(tall), 0.0)]
-    places += [(row * tall, wide + apart + column * wide) for row in range(rows) for column in range(columns)]
-    return places, (rows * tall, wide + apart + columns * wide + 0.08 * wide)
+    if not tiles:
+        # Room for what is cut away, up to half a canvas on each side, and a little for the frame.
+        top, left, high, across = cut.picture(first)
+        above, before = (min(max(0.0, -edge), side / 2) for edge, side in zip((top, left), first.canvas, strict=True))
+        below = min(max(0.0, top + high - tall), tall / 2)
+        after = min(max(0.0, left + across - wide), wide / 2)
+        return [(above, before)], (above + tall + below, before + wide + after)
+    rows, columns = _mosaic(cut, tiles)
+    start = 0.0 if base is None else 1.16 * wide  # the whole stands before the tiles, wherever it is read
+    places = [(row * float(tall), start + column * wide) for row in range(rows) for column in range(columns)]
+    if base is not None:
+        places.insert(base, ((rows - 1) * float(tall), 0.0))
+    return places, (rows * tall, start + columns * wide + 0.08 * wide)
 
 
 def _view(

@@ -1,0 +1,178 @@
+"""What a vision-language model is made of, and how many tokens a picture is to it: checked before anything is built.
+
+D width of the tower, W width of the decoder
+"""
+
+from typing import Any, TypeAlias
+
+from vitrail.backbones.decoder import DecoderConfig
+from vitrail.backbones.fusion import CrossConfig, DeepStackConfig
+from vitrail.config import Config
+from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig
+from vitrail.encoders.depth import depth_of
+from vitrail.encoders.packed import PackedViTConfig
+from vitrail.encoders.towers import TowersConfig
+from vitrail.encoders.vit import ViTConfig
+from vitrail.errors import ConfigError
+from vitrail.processing.cut import Cut
+from vitrail.processing.grid import Grid
+from vitrail.processing.images import NORMS
+from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
+from vitrail.stream import Part, Rules, picture, video
+
+TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig
+Shape: TypeAlias = Cut | Grid
+
+
+class VLMConfig(Config):
+    """
+    policy     how a picture of any size is fitted to the tower; patches are cut by the tower's side
+    mean, std  of the pixels, channel by channel
+    layer      of the tower whose features are read (LLaVA: −2); the last, with its norm, unless given
+    prefix     whether CLS and registers are read along with the patches
+    stack      what makes soft tokens of the tower's taps, one connector each (DeepStack)
+    queries    what condenses the connector's tokens, together with the questions asked about them (token scaling)
+    newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
+    rules      how words and pictures become a stream
+    marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
+    """
+
+    tower: TowerConfig
+    connector: AnyConnectorConfig
+    decoder: DecoderConfig
+    policy: AnyPolicy = Naive()
+    mean: tuple[float, ...] = NORMS["clip"].mean
+    std: tuple[float, ...] = NORMS["clip"].std
+    layer: int | None = None
+    prefix: bool = False
+    stack: AnyConnectorConfig | None = None
+    queries: FusedConfig | None = None
+    newline: bool = False
+    rules: Rules = Rules()
+    marks: dict[str, int] = {}
+
+    def __post_init__(self) -> None:
+        D, W = self.width, self.decoder.block.width
+        between = W if self.queries is None else self.queries.reads
+        ways = {
+            "connector": (self.connector, D, between),
+            "stack": (self.stack, D, W),
+            "queries": (self.queries, between, W),
+        }
+        for name, (connector, reads, gives) in ways.items():
+            if connector is not None and (connector.reads, connector.gives) != (reads, gives):
+                raise ConfigError(
+                    f"the {name} reads {connector.reads} and gives {connector.gives}; it is given {reads} and should "
+                    f"give {gives}",
+                    f"set {name}.reads = {reads} and {name}.gives = {gives}",
+                )
+        if isinstance(self.connector, FusedConfig):
+            raise ConfigError("question-fused queries read what a connector gives", "give them as `queries`")
+        if isinstance(self.decoder.fusion, CrossConfig):
+            raise ConfigError("cross-attention looks at pictures that are no tokens of the stream", "use another model")
+        self._check_tower()
+        self._check_stack()
+        if not isinstance(self.policy, Native) and self.queries is None:
+            self._check_rows(self.policy.cut(1, 1))  # what a cut is made of does not hang on the picture
+        if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
+            raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
+
+    def _check_tower(self) -> None:
+        if isinstance(self.tower, ViTConfig):
+            depth_of(self.layer, self.tower.layers)  # refuses a layer that is not there
+        elif self.layer is not None or self.prefix:
+            raise ConfigError(
+                f"layer and prefix choose among the tokens of one ViT, not of {type(self.tower).__name__}",
+                "give towers their own layers" if isinstance(self.tower, TowersConfig) else "leave them out",
+            )
+        if isinstance(self.tower, PackedViTConfig) != isinstance(self.policy, Native):
+            raise ConfigError(
+                f"{type(self.tower).__name__} cannot read what the policy {type(self.policy).__name__} gives",
+                "packed towers read pictures of their own size (native); others read views of one size",
+            )
+        if isinstance(self.policy, NaFlex):
+            raise ConfigError("naflex gives views of unequal sizes, which are not put together here", "use native")
+        keys = ("patch", "merge") if isinstance(self.tower, PackedViTConfig) else ("patch",)
+        wrong = [key for key in keys if self._policy(key) != self._tower(key)]
+        if wrong:
+            raise ConfigError(
+                f"the policy's {wrong[0]} is {self._policy(wrong[0])}, the tower's {self._tower(wrong[0])}",
+                f"set policy.{wrong[0]} = {self._tower(wrong[0])}",
+            )
+        if isinstance(self.tower, PackedViTConfig):
+            for name, connector in (("connector", self.connector), ("stack", self.stack)):
+                if connector is not None and not _reads_blocks(connector, self.tower.merge):
+                    raise ConfigError(
+                        f"the {name} does not read the {self.tower.merge}² features that a packed tower puts together",
+                        f'use a merger with order = "blocks" and merge = {self.tower.merge}',
+                    )
+
+    def _check_stack(self) -> None:
+        taps = len(self.tower.taps) if isinstance(self.tower, PackedViTConfig) else 0
+        wanted = len(self.decoder.fusion.at) if isinstance(self.decoder.fusion, DeepStackConfig) else 0
+        if not (taps == wanted and (self.stack is not None) == bool(taps)):
+            raise ConfigError(
+                f"{taps} taps of the tower, {'a' if self.stack else 'no'} stack connector, and {wanted} layers of the "
+                "decoder to add them at",
+                "DeepStack needs all three, and as many taps as layers",
+            )
+
+    def _check_rows(self, cut: Cut) -> None:
+        if not self._stitched(cut) and any(span.newline != "none" for span in cut.spans):
+            raise ConfigError(
+                f"{type(self.connector).__name__} keeps no rows that newlines could end", "use a projector, or naive"
+            )
+
+    def _policy(self, key: str) -> int:
+        return getattr(self.policy, key, 1)
+
+    def _tower(self, key: str) -> int:
+        tower = self.tower.towers[0].vit if isinstance(self.tower, TowersConfig) else self.tower
+        return getattr(tower, key, 1)
+
+    @property
+    def width(self) -> int:
+        """Of the features that the tower gives."""
+        return self.tower.width if isinstance(self.tower, TowersConfig) else self.tower.block.width
+
+    def tokens(self, shape: Shape, questions: int = 1) -> int:
+        """Soft tokens of a picture or a video, newlines included, that the decoder reads: all that so many questions
+        need together. Nothing needs to be built for this."""
+        given = self.given(shape)
+        return given if self.queries is None else self.queries.tokens(given, questions)
+
+    def given(self, shape: Shape) -> int:
+        """Soft tokens that the connector gives, newlines included."""
+        if isinstance(shape, Grid):
+            return shape.tokens
+        if self._stitched(shape):
+            return shape.tokens
+        return sum(self.connector.tokens(self.laid(view.grid)) for view in shape.views)
+
+    def _stitched(self, cut: Cut) -> bool:
+        """Whether the connector keeps the lattice, so that views can lie side by side and rows can end."""
+        return all(self.connector.tokens(self.laid(view.grid)) == view.grid.tokens for view in cut.views)
+
+    def laid(self, grid: Grid) -> Grid | int:
+        """How the features of a view lie: in its grid, or in no grid where a prefix stands before them."""
+        lead = self.tower.prefix if self.prefix and isinstance(self.tower, ViTConfig) else 0
+        return lead + grid.patches if lead else grid
+
+    def part(self, shape: Shape, **more: Any) -> Part:
+        """The place of a picture, or of a video (a grid of several frames), in a stream."""
+        if isinstance(shape, Grid):
+            return video(shape, **more) if shape.t > 1 else picture(shape, **more)
+        self._check_rows(shape)
+        return picture(shape if self._stitched(shape) else self.tokens(shape), **more)
+
+    def parts(self, shape: Shape, questions: int = 1, **more: Any) -> list[Part]:
+        """What stands before each of so many questions about one picture: the picture, and then nothing, or the queries
+        that were fused with that question."""
+        if self.queries is None:
+            return [self.part(shape, **more)]
+        return [picture(count, **more) for count in self.queries.groups(questions)]
+
+
+def _reads_blocks(connector: AnyConnectorConfig, merge: int) -> bool:
+    """Whether pictures packed in one line stay apart in it."""
+    return isinstance(connector, MergerConfig) and (connector.order, connector.merge) == ("blocks", merge)

@@ -1,0 +1,360 @@
+"""How vision-language models have their pictures prepared: what transformers' processors say is what we do, and what we
+write is what they do, bit for bit."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from helpers import randomize
+from vitrail.errors import CheckpointError, ConfigError, VitrailError
+from vitrail.evals.viewer import tower_of
+from vitrail.hub import from_hf, load, save, to_hf
+from vitrail.hub.configs import read_config
+from vitrail.hub.families import FAMILIES
+from vitrail.models.looking import LookingVLM
+from vitrail.processing.preprocessing import FILE, WHOLE
+from vitrail.processing.resolution import Canvas, Crop, Letterbox, Naive, Native, Tiles
+
+SIZES = [(40, 91), (33, 31), (64, 20), (7, 5), (28, 28), (3, 190), (101, 97)]
+RNG = np.random.default_rng(0)
+IMAGES = [Image.fromarray(RNG.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
+LEVELS = {"image_mean": [0.1, 0.3, 0.6], "image_std": [0.7, 0.4, 0.9]}
+
+SIZE = {"hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "num_attention_heads": 2}
+WORDS = {**SIZE, "vocab_size": 99, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+LLAMA = {"model_type": "llama", **WORDS}
+TOWER = {**SIZE, "image_size": 28, "patch_size": 7}
+LLAVA = {"text_config": LLAMA, "image_token_index": 98}
+CLIP = {"vision_config": {"model_type": "clip_vision_model", **TOWER}}
+SIGLIP = {"vision_config": {"model_type": "siglip_vision_model", **TOWER}, "vision_feature_select_strategy": "full"}
+PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28]]
+QWEN = {
+    "text_config": {
+        **WORDS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+    },
+    "image_token_id": 90,
+}
+PACKED = {"depth": 2, "num_heads": 1, "patch_size": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+SECOND = {**PACKED, "embed_dim": 12, "mlp_ratio": 2, "hidden_size": 24}
+THIRD = {**PACKED, "hidden_size": 12, "intermediate_size": 20, "out_hidden_size": 24}
+FAMILY = {  # name → config.json
+    "llava": {**LLAVA, **CLIP},
+    "llava, siglip": {**LLAVA, **SIGLIP},
+    "llava_next": {**LLAVA, **CLIP, "image_grid_pinpoints": PINPOINTS},
+    "qwen2_vl": {**QWEN, "vision_config": SECOND},
+    "qwen2_5_vl": {**QWEN, "vision_config": {**THIRD, "window_size": 12, "fullatt_block_indexes": [1]}},
+    "qwen3_vl": {
+        **QWEN,
+        "text_config": {**QWEN["text_config"], "head_dim": 12},
+        "vision_config": {**THIRD, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    "internvl": {
+        "vision_config": {**SIZE, "image_size": [12, 12], "patch_size": [3, 3]},
+        "text_config": {"model_type": "qwen2", **WORDS},
+        "image_token_id": 98,
+    },
+    "blip-2": {
+        "vision_config": {**SIZE, "image_size": 15, "patch_size": 7},
+        "qformer_config": SIZE,
+        "text_config": LLAMA,
+        "num_query_tokens": 3,
+        "image_token_index": 98,
+    },
+    "mllama": {
+        "vision_config": {
+            **SIZE,
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "image_size": 28,
+            "patch_size": 7,
+            "max_num_tiles": 4,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 48,
+        },
+        "text_config": {**WORDS, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "image_token_index": 99,
+    },
+    "idefics": {
+        **WORDS,
+        "additional_vocab_size": 2,
+        "vision_config": {**TOWER, "embed_dim": 24},
+    },
+}
+SQUARE = {"height": 28, "width": 28}
+SAID = [  # a family, and what its processor is told
+    ("llava", {"size": {"shortest_edge": 28}, "crop_size": SQUARE}),
+    ("llava", {"size": {"shortest_edge": 40}, "crop_size": SQUARE, "resample": 2, **LEVELS}),
+    ("llava", {"size": {"shortest_edge": 28}, "crop_size": SQUARE, "do_pad": True}),
+    ("llava", {"size": SQUARE, "do_pad": True, "do_center_crop": False, **LEVELS}),
+    ("llava", {"size": SQUARE, "do_center_crop": False, "do_normalize": False}),
+    ("llava", {"size": SQUARE, "crop_size": SQUARE, "do_center_crop": True}),
+    ("llava, siglip", {"size": {"shortest_edge": 30}, "crop_size": SQUARE, **LEVELS}),
+    ("llava_next", {"size": {"shortest_edge": 28}, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS}),
+    ("llava_next", {"size": SQUARE, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS, "resample": 2, **LEVELS}),
+    *(
+        (name, {"patch_size": 3, **budget, **LEVELS})
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+        for budget in (
+            {"min_pixels": 500, "max_pixels": 3000},
+            {"size": {"shortest_edge": 700, "longest_edge": 5000}, "resample": 1},
+        )
+    ),
+    ("internvl", {"size": {"height": 12, "width": 12}, "crop_to_patches": True}),
+    ("internvl", {"size": {"height": 12, "width": 12}, "crop_to_patches": True, "min_patches": 2, "max_patches": 7}),
+    ("internvl", {"size": {"height": 12, "width": 12}, "crop_to_patches": True, "max_patches": 1, **LEVELS}),
+    ("blip-2", {"size": {"height": 15, "width": 15}}),
+    ("blip-2", {"size": {"height": 15, "width": 15}, "resample": 2, **LEVELS}),
+    ("blip-2", {"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 15, "width": 15}}),
+    ("mllama", {"size": SQUARE}),
+    ("mllama", {"size": SQUARE, "resample": 3, **LEVELS}),
+    ("idefics", {"size": SQUARE}),
+    ("idefics", {"image_size": 28, "resample": 2, **LEVELS}),
+]
+
+
+def made(name: str):
+    kind = name.partition(",")[0]
+    family = FAMILIES[kind]
+    return randomize(family.model(family.read({"model_type": kind, **FAMILY[name]})).eval())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """name → a folder as transformers would have it, with nothing about pictures."""
+    kept = {}
+
+    def of(name: str):
+        if name not in kept:
+            kept[name] = tmp_path_factory.mktemp("model")
+            to_hf(made(name), kept[name])
+            (kept[name] / FILE).unlink()
+        return kept[name]
+
+    return of
+
+
+def processor_of(place):
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(place)
+
+
+def theirs(processor) -> list[torch.Tensor]:
+    """What each picture becomes, by itself."""
+    found = []
+    for image in IMAGES:
+        made = processor(image, return_tensors="pt")
+        pixels = made if isinstance(made, torch.Tensor) else made["pixel_values"]
+        found.append(pixels.flatten(0, -4) if pixels.ndim > 4 else pixels)
+    return found
+
+
+def ours(model) -> list[torch.Tensor]:
+    if isinstance(model, LookingVLM):
+        return [model.prepare([image]).pixels.flatten(0, -4) for image in IMAGES]
+    return [model.prepare([image]).pixels for image in IMAGES]
+
+
+def shown(config) -> tuple:
+    return config.policy, config.mean, config.std
+
+
+def same(a, b) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_we_write_is_what_they_do(name, tmp_path):
+    model = made(name)
+    to_hf(model, tmp_path)
+    processor = processor_of(tmp_path)
+    kind = FAMILIES[name.partition(",")[0]].pictures
+    assert type(processor).__name__ == f"{kind.name}Pil"
+    same(theirs(processor), ours(model))
+    assert shown(read_config(tmp_path)) == shown(from_hf(tmp_path).config) == shown(model.config)
+
+
+@pytest.mark.parametrize(("name", "said"), SAID, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_they_say_is_what_we_do(name, said, folder, tmp_path):
+    """Their file beside a model, or within that of a whole processor; and the same from folder to folder."""
+    shutil.copytree(folder(name), tmp_path / "theirs")
+    to_hf(made(name), tmp_path / "usual")
+    processor = type(processor_of(tmp_path / "usual"))(**said)
+    processor.save_pretrained(tmp_path / "theirs")
+    model = from_hf(tmp_path / "theirs")
+    expected = theirs(processor)
+    same(ours(model), expected)
+
+    save(model, tmp_path / "own")
+    assert not (tmp_path / "own" / FILE).exists()  # the config says it all
+    again = load(tmp_path / "own")
+    assert again.config == model.config
+    to_hf(again, tmp_path / "back")
+    same(theirs(processor_of(tmp_path / "back")), expected)
+
+    file = tmp_path / "theirs" / FILE
+    (tmp_path / "theirs" / WHOLE).write_text(json.dumps({"image_processor": json.loads(file.read_text())}))
+    file.write_text("{}")  # older than the whole's
+    assert read_config(tmp_path / "theirs") == model.config
+    to_hf(model, tmp_path / "theirs")
+    assert not (tmp_path / "theirs" / WHOLE).exists()  # transformers would read it first
+    same(theirs(processor_of(tmp_path / "theirs")), expected)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("said", [None, {}, {"image_mean": None, "processor_class": "X"}])
+def test_what_is_not_said_is_as_usual(name, said, folder, tmp_path):
+    shutil.copytree(folder(name), tmp_path / "theirs")
+    if said is not None:
+        (tmp_path / "theirs" / FILE).write_text(json.dumps(said))
+    assert shown(read_config(tmp_path / "theirs")) == shown(made(name).config)
+
+
+def test_released_words(folder, tmp_path):
+    """As Qwen2-VL, LLaVA-1.5, InternVL3 and Idefics were published."""
+    released = {
+        "qwen2_vl": ({"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 3, "merge_size": 2}, Native),
+        "llava": ({"crop_size": SQUARE, "do_center_crop": True, "size": {"shortest_edge": 28}}, Crop),
+        "internvl": ({"crop_size": None, "crop_to_patches": False, "min_patches": 1, "max_patches": 12}, Tiles),
+        "idefics": (
+            {"image_num_channels": 3, "image_size": 28, "image_processor_type": "IdeficsImageProcessor"},
+            Naive,
+        ),
+    }
+    for name, (said, kind) in released.items():
+        place = tmp_path / name
+        shutil.copytree(folder(name), place)
+        (place / FILE).write_text(json.dumps(said))
+        policy = read_config(place).policy
+        assert type(policy) is kind and policy == made(name).config.policy
+
+
+WRONG = [
+    ("llava", {"size": {"shortest_edge": 30}, "crop_size": {"height": 30, "width": 30}}, "28"),
+    ("llava", {"size": {"shortest_edge": 40}, "crop_size": SQUARE, "do_pad": True}, "padded"),
+    ("llava", {"do_pad": True, "image_processor_type": "CLIPImageProcessor"}, "do_pad of a CLIP"),
+    ("llava", {"size": {"height": 28, "width": 30}, "do_center_crop": False}, "pictures of"),
+    ("llava", {"do_resize": False}, "not resized"),
+    ("llava", {"do_rescale": False}, "rescale"),
+    ("llava", {"rescale_factor": 1 / 128}, "rescale"),
+    ("llava", {"resample": 0}, "resample"),
+    ("llava", {"image_mean": [0.5]}, "image_mean"),
+    ("llava", {"image_std": [0, 0, 0]}, "divided by 0"),
+    ("llava_next", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
+    ("llava_next", {"size": {"shortest_edge": 56}}, "size"),
+    ("llava_next", {"crop_size": {"height": 14, "width": 14}}, "crop_size"),
+    ("qwen2_vl", {"patch_size": 14}, "patch_size is 14, and the model's is 3"),
+    ("qwen2_vl", {"merge_size": 1}, "merge_size"),
+    ("qwen3_vl", {"temporal_patch_size": 1}, "temporal_patch_size"),
+    ("qwen3_vl", {"size": {"shortest_edge": 100}}, "longest_edge"),
+    ("qwen3_vl", {"size": 448}, "size is 448"),
+    ("qwen3_vl", {"min_pixels": "many"}, "min_pixels"),
+    ("qwen3_vl", {"min_pixels": 9, "max_pixels": 8}, "min_pixels"),
+    ("internvl", {"size": {"height": 448, "width": 448}}, "448"),
+    ("internvl", {"min_patches": 0}, "from 0"),
+    ("internvl", {"max_patches": 10**12}, "max_patches"),
+    ("llava", {"image_mean": [float("nan")] * 3}, "finite"),
+    ("blip-2", {"size": {"height": 14, "width": 14}}, "15"),
+    ("mllama", {"max_image_tiles": 3}, "max_image_tiles"),
+    ("mllama", {"size": {"height": 560, "width": 560}}, "560"),
+    ("idefics", {"image_size": 224}, "224"),
+]
+
+
+@pytest.mark.parametrize(("name", "said", "says"), WRONG)
+def test_what_contradicts_the_model_is_refused(name, said, says, folder, tmp_path):
+    shutil.copytree(folder(name), tmp_path / "theirs")
+    (tmp_path / "theirs" / FILE).write_text(json.dumps(said))
+    with pytest.raises((CheckpointError, ConfigError), match=says) as caught:
+        from_hf(tmp_path / "theirs")
+    assert str(tmp_path / "theirs" / FILE) in caught.value.problem
+
+
+KEYS = sorted({key for _, said in SAID for key in said} | {key for _, said, _ in WRONG for key in said})
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 10**30), st.floats(), st.text(max_size=3))
+EDGES = st.sampled_from(["height", "width", "shortest_edge", "longest_edge"])
+ANYTHING = st.one_of(VALUES, st.lists(VALUES, max_size=3), st.dictionaries(EDGES, VALUES, max_size=2))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(sorted(FAMILY)), st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=4))
+def test_whatever_a_stranger_says(tmp_path_factory, name, said):
+    """It is followed, or refused in words."""
+    place = tmp_path_factory.mktemp("said")
+    (place / FILE).write_text(json.dumps(said))
+    kind = name.partition(",")[0]
+    try:
+        found = FAMILIES[kind].config({"model_type": kind, **FAMILY[name]}, place / "config.json")
+    except VitrailError as error:
+        assert FILE in error.problem
+    else:
+        assert FAMILIES[kind].fits(found) or isinstance(found.policy, Letterbox)  # see the next test
+
+
+def test_padding_without_normalising(folder, tmp_path):
+    """The padding is the mean all the same, as in transformers; what we would write of it pads with zeros."""
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    shutil.copytree(folder("llava"), tmp_path / "theirs")
+    processor = LlavaImageProcessorPil(size=SQUARE, do_pad=True, do_center_crop=False, do_normalize=False)
+    processor.save_pretrained(tmp_path / "theirs")
+    model = from_hf(tmp_path / "theirs")
+    same(ours(model), theirs(processor))
+    assert not FAMILIES["llava"].fits(model.config)
+
+
+def test_what_no_processor_does_is_not_written(tmp_path):
+    config = made("llava").config
+    place = {"size": 28, "patch": 7}
+    assert FAMILIES["llava"].fits(config.with_(policy=Crop(edge=28, **place)))
+    assert FAMILIES["llava"].fits(config.with_(policy=Letterbox(**place)))
+    assert not FAMILIES["llava"].fits(config.with_(policy=Letterbox(fill=(0, 0, 0), **place)))
+    assert not FAMILIES["llava"].fits(config.with_(policy=Tiles(tile=28, patch=7)))
+    assert not FAMILIES["blip-2"].fits(made("blip-2").config.with_(policy=Letterbox(size=15, patch=7, unread=1)))
+    tiled = made("llava_next").config
+    assert not FAMILIES["llava_next"].fits(tiled.with_(policy=tiled.policy.with_(max_tiles=2)))
+    assert not FAMILIES["llava_next"].fits(tiled.with_(policy=tiled.policy.with_(fill=(9, 9, 9))))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(36, 9999), st.integers(0, 9999), st.tuples(*[st.floats(0.01, 1.0)] * 3), st.integers(1, 9))
+def test_there_and_back(least, more, levels, tiles):
+    native, cut = made("qwen2_vl").config, made("internvl").config
+    native = native.with_(policy=native.policy.with_(min_pixels=least, max_pixels=least + more), std=levels)
+    cut = cut.with_(policy=cut.policy.with_(least=tiles, most=tiles + more % 7, resample="bilinear"), mean=levels)
+    for name, config in (("qwen2_vl", native), ("internvl", cut)):
+        processor = FAMILIES[name].pictures
+        said = json.loads(json.dumps(processor.write(config)))
+        assert processor.read(made(name).config, said) == config
+
+
+def test_no_suite_takes_the_tower_of_one():
+    """Its pictures are prepared as its config says, which suites would not follow."""
+    assert all(tower_of(made(name)) is None for name in ("llava", "qwen2_vl", "mllama", "idefics"))
+    assert tower_of(made("llava").tower) is not None
+
+
+def test_views_of_a_model_that_looks():
+    """Pictures of unequal ratios together, and through the model."""
+    from transformers import MllamaImageProcessorPil
+
+    model = made("mllama")
+    views = model.prepare(IMAGES)
+    processor = MllamaImageProcessorPil(
+        size=SQUARE, image_mean=list(model.config.mean), image_std=list(model.config.std)
+    )
+    expected = processor([IMAGES], return_tensors="pt")
+    torch.testing.assert_close(views.pixels, expected["pixel_values"][0], rtol=0, atol=0)
+    ids = [1 + Canvas().ratios.index(ratio) for ratio in views.ratios]
+    assert ids == expected["aspect_ratio_ids"][0].tolist() and len(set(ids)) > 3
+    assert [len(seen) for seen in model.look(views)] == [17 * n for n in expected["num_tiles"][0]]
+    assert [len(seen) for seen in made("idefics").look(made("idefics").prepare(IMAGES))] == [17] * len(IMAGES)

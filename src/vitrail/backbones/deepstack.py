@@ -25,7 +25,8 @@ class DeepStackConfig(Config, tag="deepstack", tag_field="kind"):
 
 
 class Stacked(NamedTuple):
-    """mask (B, L), True at the pictures' tokens, and features (K, N, W) of those tokens in order, row after row"""
+    """mask (B, L), True at the pictures' tokens, and features (K, N, W) of those tokens in order, row after row; or, in
+    place of the mask, the tokens' places (N,) among all B·L, in any order, which need not be looked for"""
 
     mask: Tensor
     depths: Tensor | Sequence[Tensor]
@@ -42,7 +43,8 @@ class DeepStack(FusionPoint):
         if pictures is None:
             return Sight()
         refuse_other(pictures, Stacked)
-        rows = flat_mask(pictures.mask, x).nonzero()[:, 0]  # (N,)
+        mask = pictures.mask
+        rows = mask if mask.ndim == 1 else flat_mask(mask, x).nonzero()[:, 0]  # (N,)
         given, wanted = [tuple(f.shape) for f in pictures.depths], (len(rows), x.shape[-1])
         if given != [wanted] * len(self.config.at):
             raise StreamError(

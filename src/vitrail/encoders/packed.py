@@ -8,6 +8,7 @@ N patches of all items, t, h, w of one, C channels, P patch, S frames of a patch
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -118,7 +119,7 @@ class PackedViT(nn.Module):
     def depths(self, patches: Tensor, grids: Grids, layers: Sequence[int | None] | None = None) -> list[Tensor]:
         """Features (N, D) of several layers, from one pass: of the config's taps and then the last, unless told."""
         items = self._items(patches, grids)
-        placed = arrange(items, self.config.window, patches.device)
+        placed = self.arranged(items, patches.device)
         x = self.embed(patches.to(self.embed.proj.weight.dtype))  # (N, D)
         if self.positions is not None:
             x = x + self._learned(self.positions, items)
@@ -130,6 +131,10 @@ class PackedViT(nn.Module):
         states = run_depths(self.blocks, x[None], wanted, plans, self.rotary(cells[None]))  # (1, N, D) each
         back = None if placed.order is None else placed.order.argsort()
         return [state[0] if back is None else state[0, back] for state in states]
+
+    def arranged(self, grids: Grids, device: torch.device) -> Arrangement:
+        """`arrange` for this tower."""
+        return _arranged(tuple(self._grids(grids)), self.config.window, device)
 
     def windowed(self, block: int) -> bool:
         return self.config.window > 0 and block not in self.config.full
@@ -184,6 +189,10 @@ def arrange(items: Sequence[Grid], window: int, device: torch.device | str = "cp
         windows = _plan(inside[order]).to(device)
         order = order.to(device)
     return Arrangement(cells.to(device), plan, windows, order)
+
+
+# Pictures of a size come again, and a captured pass can bring nothing to the device.
+_arranged = lru_cache(maxsize=16)(arrange)
 
 
 def _segments(items: Sequence[Grid], window: int) -> Tensor:

@@ -7,13 +7,13 @@ once, and pays where many rows are written.
 B batch, V vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
 from typing import Any, cast
 from weakref import WeakKeyDictionary, proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import CrossConfig
@@ -27,8 +27,8 @@ LARGEST = 65_536  # tokens of a cache that is set aside whole; a larger one grow
 class CapturedStep:
     """ids (B,) → logits (B, V) of the next token; the tokens join the cache, which needs a capacity.
 
-    A token stands where it lies in the cache, so this is not for what follows a picture placed by M-RoPE (seen.py).
-    The logits live in one buffer: read them before the next call. `greedy` makes the graph choose the next token too,
+    A token stands where it lies in the cache, unless `stand` says how far from there. The logits live in one buffer:
+    read them before the next call. `greedy` makes the graph choose the next token too,
     and feed it to itself, so that tokens can follow one another without the host.
     """
 
@@ -43,6 +43,7 @@ class CapturedStep:
         weight, batch = model.embed.weight, len(cache.lengths)
         self.ids = torch.zeros(batch, dtype=torch.long, device=weight.device)
         self.length = cache.lengths.clone()  # tokens before the one being read; advanced by the graph itself
+        self.shift, self.position = torch.zeros_like(self.length), self.length.clone()  # where that one stands
         self.logits = torch.zeros(batch, model.config.vocab, dtype=weight.dtype, device=weight.device)
         self.chosen = torch.zeros(batch, cache.capacity + 1, dtype=torch.long, device=weight.device)
         self.run: Callable[[], None] = Fused(self) if Fused.suits(model, batch) else self._whole
@@ -67,6 +68,15 @@ class CapturedStep:
         cache.filled += 1
         return self.logits
 
+    def stand(self, shift: Sequence[int]) -> None:
+        """From now on the tokens of each row stand so far from where they lie: 0 in a text, less than that behind a
+        picture placed by M-RoPE, which takes more tokens than positions."""
+        if max(shift) > 0:
+            raise ConfigError(
+                f"a token {max(shift)} positions past its slot, where no angles are kept", "use the plain stepper"
+            )
+        self.shift.copy_(torch.tensor(shift))
+
     def follow(self, count: int) -> Tensor:
         """(B, count) tokens chosen greedily one after another, without asking the host in between."""
         start = self.cache.lengths[:, None] + 1
@@ -75,6 +85,7 @@ class CapturedStep:
         return self.chosen.gather(1, start + torch.arange(count, device=start.device))
 
     def _step(self) -> None:
+        torch.add(self.length, self.shift, out=self.position)
         self.run()
         self.length.add_(1)
         if self.greedy:
@@ -86,17 +97,13 @@ class CapturedStep:
         if self.graph is not None:
             return self.graph
         ids, length = self.ids.clone(), self.length.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(2):  # compiles and tunes the kernels outside the graph; what they write is written again
-                self._step()
-                self.ids.copy_(ids)
-                self.length.copy_(length)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph), torch.no_grad():
+
+        def rehearse() -> None:  # what it writes is written again
             self._step()
+            self.ids.copy_(ids)
+            self.length.copy_(length)
+
+        self.graph = graph_of(self._step, rehearse)
         return self.graph
 
     def _whole(self) -> None:
@@ -104,15 +111,29 @@ class CapturedStep:
         cache, filled = self.cache, self.cache.filled
         cache._slots, cache.filled, cache._first = self.length[:, None], cache.capacity, False
         try:
-            self.logits.copy_(self._next(self.model, self.ids, self.length, cache))
+            self.logits.copy_(self._next(self.model, self.ids, self.length, self.position, cache))
         finally:
             cache.filled = filled
 
 
-def _next(model: Decoder, ids: Tensor, length: Tensor, cache: KVCache) -> Tensor:
-    """ids (B,) after `length` (B,) tokens → logits (B, V)"""
+def graph_of(call: Callable[[], object], rehearse: Callable[[], object] | None = None) -> torch.cuda.CUDAGraph:
+    """A call as a CUDA graph. Rehearsed first, which compiles and tunes its kernels outside the graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(2):
+            (rehearse or call)()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        call()
+    return graph
+
+
+def _next(model: Decoder, ids: Tensor, length: Tensor, position: Tensor, cache: KVCache) -> Tensor:
+    """ids (B,) after `length` (B,) tokens, standing at `position` (B,) → logits (B, V)"""
     plan = Plan(causal=True, index=length[:, None])
-    return model.logits(model.through(model.embed(ids)[:, None], length[:, None], plan, cache))[:, 0]
+    return model.logits(model.through(model.embed(ids)[:, None], position[:, None], plan, cache))[:, 0]
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -128,9 +149,16 @@ def _argmax(logits: Tensor) -> Tensor:
 _KEPT: "WeakKeyDictionary[Decoder, Captured]" = WeakKeyDictionary()
 
 
-def _addresses(model: Decoder) -> tuple[int, ...]:
-    """Where the weights lie: a graph reads them there, whatever the model's names point to by now."""
-    return tuple(p.data_ptr() for p in model.parameters())
+def addresses(*modules: nn.Module) -> tuple[int, ...]:
+    """Where weights lie: a graph reads them there, whatever the model's names point to by now. By hand, since this is
+    asked before every prompt and `parameters()` takes a millisecond."""
+    found: list[int] = []
+    left = list(modules)
+    while left:
+        module = left.pop()
+        found += [p.data_ptr() for p in module._parameters.values() if p is not None]
+        left += [child for child in module._modules.values() if child is not None]
+    return tuple(found)
 
 
 def _unfit(model: Decoder) -> str | None:
@@ -156,10 +184,11 @@ class Captured(Eager):
     compiled = False
 
     def __init__(self, model: Decoder, rows: int, capacity: int):
-        self.weights = _addresses(model)
+        self.weights = addresses(model)
         self.cache = model.cache(rows, capacity)
         self.captured = CapturedStep(model, self.cache, compiled=self.compiled)
         self.captured.capture()
+        self.prefills: dict[Hashable, Any] = {}  # whole prompts that write to this cache (seen.py)
         # From here on by proxy, or the stepper would keep alive the model that keeps it.
         self.model = self.captured.model = cast(Decoder, proxy(model))
 
@@ -168,9 +197,10 @@ class Captured(Eager):
         """The model's last stepper if it fits, emptied; capturing anew costs as much as a hundred tokens."""
         kept = _KEPT.get(model)
         fits = type(kept) is cls and len(kept.cache.lengths) == rows and kept.cache.capacity >= capacity
-        if kept is None or not fits or kept.weights != _addresses(model):
+        if kept is None or not fits or kept.weights != addresses(model):
             kept = _KEPT[model] = cls(model, rows, max(512, 1 << (capacity - 1).bit_length()))
         kept.cache.clear()
+        kept.captured.stand([0] * rows)
         return kept
 
     def step(self, ids: Tensor) -> Tensor:
@@ -217,7 +247,7 @@ class Fused:
         attention, D = block.attention, block.attention.channels(block.width)
         H, G, device = attention.heads, attention.groups, step.ids.device
         self.attend = DecodeAttention(H, G, D, cache.capacity, device)
-        # A text's positions never pass its slots, so a table over the capacity holds every angle.
+        # Positions never pass their slots, so a table over the capacity holds every angle.
         rotation = model.rotary(torch.arange(cache.capacity, device=device)[None])
         self.cos, self.sin = rotation.cos[0].contiguous(), rotation.sin[0].contiguous()
 
@@ -246,7 +276,7 @@ class Fused:
                 cos=self.cos,
                 sin=self.sin,
                 length=step.length,
-                position=step.length,
+                position=step.position,
                 adjacent=model.config.rotary.pairing == "adjacent",
                 norms=(own.op.q_norm.weight, own.op.k_norm.weight) if attention.qk_norm else None,
                 eps=attention.eps,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError
 from vitrail.generate import text
+from vitrail.generate.captured import Captured, Compiled, capturable
+from vitrail.generate.prefill import prefilled
 from vitrail.generate.text import MakeStepper, Piece, Written
 from vitrail.models.vlm import VLM, Shown
 from vitrail.stream import Batch, Stream, pack
@@ -23,14 +25,30 @@ from vitrail.stream.pack import PADDING
 class Seeing:
     """A stepper whose prompts are streams, a row each, with the pictures and videos that they wait for.
 
-    Words that follow stand behind the furthest position of their row, which under M-RoPE is less than its tokens.
+    Words that follow stand behind the furthest position of their row, which under M-RoPE is less than its tokens. With
+    a capacity, and on a GPU, steps are captured, and so are prompts of a kind that comes again.
     """
 
-    def __init__(self, model: VLM, streams: Sequence[Stream], pictures: Shown | None, videos: Shown | None):
-        self.model, self.batch, self.shown = model, rows(streams), (pictures, videos)
-        self.cache = model.decoder.cache(len(streams))
-        device = model.decoder.embed.weight.device
-        self.next = torch.stack([stream.positions.max() for stream in streams])[:, None].to(device) + 1  # (B, 1)
+    def __init__(
+        self,
+        model: VLM,
+        streams: Sequence[Stream],
+        pictures: Shown | None,
+        videos: Shown | None,
+        capacity: int | None = None,
+        *,
+        compiled: bool = False,
+    ):
+        device, count = model.decoder.embed.weight.device, len(streams)
+        self.model, self.batch, self.shown = model, _placed(rows(streams), device), (pictures, videos)
+        behind = torch.stack([stream.positions.max() for stream in streams]) + 1  # (B,)
+        self.next = behind[:, None].to(device)  # (B, 1)
+        shift = [place - len(stream) for place, stream in zip(behind.tolist(), streams, strict=True)]
+        self.captured: Captured | None = None
+        if capacity is not None and max(shift) <= 0 and capturable(model.decoder, count, capacity):
+            self.captured = (Compiled if compiled else Captured).of(model.decoder, count, capacity)
+            self.captured.captured.stand(shift)
+        self.cache = model.decoder.cache(count) if self.captured is None else self.captured.cache
 
     def prefill(self, ids: Tensor, counts: Tensor) -> Tensor:
         if counts.tolist() != list(self.batch.lengths):
@@ -38,10 +56,16 @@ class Seeing:
                 f"prompts of {counts.tolist()} tokens for streams of {list(self.batch.lengths)}",
                 "guidance has no negative streams: leave it out",
             )
+        if self.captured is not None:
+            logits = prefilled(self.model, self.batch, self.shown, self.captured)
+            if logits is not None:
+                return logits
         hidden = self.model.hidden(self.batch, *self.shown, cache=self.cache)  # (B, L, W)
         return self.model.decoder.logits(hidden[torch.arange(len(counts), device=counts.device), counts - 1])
 
     def step(self, ids: Tensor) -> Tensor:
+        if self.captured is not None:
+            return self.captured.step(ids)
         logits = self.model.decoder(ids[:, None], positions=self.next, cache=self.cache)  # (B, 1, V)
         self.next = self.next + 1
         return logits[:, 0]
@@ -53,6 +77,15 @@ def rows(streams: Sequence[Stream]) -> Batch:
     batch, lengths = pack([_padded(stream, longest) for stream in streams], longest), tuple(map(len, streams))
     there = torch.arange(longest) < torch.tensor(lengths)[:, None]  # (B, L)
     return replace(batch, lengths=lengths, segments=torch.where(there, batch.segments, -1))
+
+
+def _placed(batch: Batch, device: torch.device) -> Batch:
+    """The features' places where the features will be; what else a batch holds is read on the host."""
+    fills = {
+        feed: replace(fill, places=fill.places.to(device), rows=fill.rows.to(device))
+        for feed, fill in batch.fills.items()
+    }
+    return replace(batch, fills=fills)
 
 
 def _padded(stream: Stream, length: int) -> Stream:
@@ -68,12 +101,15 @@ def write(
     streams: Sequence[Stream],
     pictures: Shown | None = None,
     videos: Shown | None = None,
+    *,
+    compiled: bool = False,
     **how: Any,
 ) -> list[Written]:
     """Go on with each stream. `pictures` are those of all streams, in their order; `how` is what `text.generate` takes
-    besides, negative prompts aside."""
+    besides, negative prompts aside. `compiled`: what is captured on a GPU is compiled first, which takes tens of
+    seconds and pays where prompts of a kind come many times."""
     ids = [stream.ids.tolist() for stream in streams]
-    return text.generate(model.decoder, ids, stepper=_maker(model, streams, pictures, videos), **how)
+    return text.generate(model.decoder, ids, stepper=_maker(model, streams, pictures, videos, compiled), **how)
 
 
 def stream(
@@ -81,12 +117,16 @@ def stream(
     streams: Sequence[Stream],
     pictures: Shown | None = None,
     videos: Shown | None = None,
+    *,
+    compiled: bool = False,
     **how: Any,
 ) -> Iterator[Piece]:
     """The same, token by token."""
     ids = [one.ids.tolist() for one in streams]
-    return text.stream(model.decoder, ids, stepper=_maker(model, streams, pictures, videos), **how)
+    return text.stream(model.decoder, ids, stepper=_maker(model, streams, pictures, videos, compiled), **how)
 
 
-def _maker(model: VLM, streams: Sequence[Stream], pictures: Shown | None, videos: Shown | None) -> MakeStepper:
-    return lambda _decoder, _rows, _capacity: Seeing(model, streams, pictures, videos)
+def _maker(
+    model: VLM, streams: Sequence[Stream], pictures: Shown | None, videos: Shown | None, compiled: bool
+) -> MakeStepper:
+    return lambda _decoder, _rows, capacity: Seeing(model, streams, pictures, videos, capacity, compiled=compiled)

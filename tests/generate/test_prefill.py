@@ -1,0 +1,174 @@
+"""Captured prompts and steps of a VLM on the CPU: everything but the graph itself, which is replaced by its calls."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from generate.test_seen import CASES, laid, pictures
+from helpers import randomize, relative
+from vitrail.errors import ConfigError
+from vitrail.generate import GREEDY, captured, prefill
+from vitrail.generate.captured import Captured, CapturedStep
+from vitrail.generate.seen import Seeing, rows, write
+from vitrail.models.vlm import VLM
+from vitrail.stream import build, words
+
+GRAPHED = ["llava", "next", "qwen2", "qwen3"]
+
+
+class Graph:
+    """What a CUDA graph does, on any device."""
+
+    def __init__(self, call, rehearse=None):
+        self.replay = torch.no_grad()(call)
+        (rehearse or call)()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Steps and prompts are captured on the CPU too; gives the graphs that were made."""
+    made: list[Graph] = []
+
+    def graph_of(call, rehearse=None):
+        made.append(Graph(call, rehearse))
+        return made[-1]
+
+    monkeypatch.setattr(captured, "_unfit", lambda model: None)
+    for module in (captured, prefill):
+        monkeypatch.setattr(module, "graph_of", graph_of)
+    return made
+
+
+def asked(model: VLM, seed: int):
+    """The same kind of prompt, with other words and pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, shown = laid(model)
+    streams = [build(one, model.config.rules) for one in parts]
+    for i, one in enumerate(streams):
+        other = torch.randint(1, 59, one.ids.shape, generator=generator)
+        streams[i] = replace(one, ids=torch.where(one.kinds == 0, other, one.ids))
+    return streams, shown._replace(pixels=torch.rand(shown.pixels.shape, generator=generator))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_captured_words_are_the_plain_ones(name, graphs, monkeypatch):
+    model = randomize(VLM(CASES[name]), 3, 0.3).eval()
+    prompts = [asked(model, seed) for seed in range(4)]
+    fast = [write(model, *prompt, max_new=9, sampling=GREEDY) for prompt in prompts]
+    assert len(graphs) == 1 + (name in GRAPHED)  # the step, and the second of these prompts
+    monkeypatch.undo()
+    plain = [write(model, *prompt, max_new=9, sampling=GREEDY) for prompt in prompts]
+    assert [[one.ids for one in row] for row in fast] == [[one.ids for one in row] for row in plain]
+    assert len({tuple(one.ids) for row in plain for one in row}) > 4
+
+
+@torch.no_grad()
+def test_logits_and_positions_are_the_plain_ones(graphs, monkeypatch):
+    model = randomize(VLM(CASES["qwen3"]), 4, 0.3).eval()
+    streams, shown = asked(model, 7)
+    counts = torch.tensor(list(map(len, streams)))
+    found = []
+    for _ in range(3):
+        fast = Seeing(model, streams, shown, None, 64)
+        ids = (torch.tensor([11, 12, 13]), torch.tensor([30, 31, 32]))
+        found.append([fast.prefill(torch.empty(0), counts).clone(), *(fast.step(one).clone() for one in ids)])
+    plain = Seeing(model, streams, shown, None)
+    wanted = [plain.prefill(torch.empty(0), counts), *(plain.step(one) for one in ids)]
+    for run in found:
+        assert all(relative(a, b) < 1e-5 for a, b in zip(run, wanted, strict=True))
+    assert min(fast.captured.captured.shift.tolist()) < 0 == max(fast.captured.captured.shift.tolist())
+    # Words alone use the same steps afterwards, and stand where they lie.
+    assert Captured.of(model.decoder, 3, 64).captured.shift.tolist() == [0, 0, 0]
+
+
+def test_another_kind_of_prompt_or_moved_weights_are_no_graph_of_this_one(graphs):
+    model = randomize(VLM(CASES["qwen2"]), 3, 0.3).eval()
+    streams, shown = asked(model, 0)
+    write(model, streams, shown, max_new=2, sampling=GREEDY)
+    longer = [build([words([5])], model.config.rules), *streams[1:]]
+    write(model, longer, model.prepare(pictures()[2:]), max_new=2, sampling=GREEDY)
+    assert len(graphs) == 1
+    write(model, streams, shown, max_new=2, sampling=GREEDY)
+    assert len(graphs) == 2
+    fresh = {name: weight.clone() for name, weight in model.tower.state_dict().items()}
+    model.tower.load_state_dict(fresh, assign=True)
+    write(model, streams, shown, max_new=2, sampling=GREEDY)
+    assert len(graphs) == 2
+    for _ in range(2 * prefill.KEPT):
+        write(model, streams, shown, max_new=2, sampling=GREEDY)
+    assert len(graphs) == 3
+
+
+def test_graphs_do_not_keep_a_model_alive(graphs, monkeypatch):
+    class Nothing:
+        def replay(self):
+            """A graph knows nothing of the call that it was made of."""
+
+    for module in (captured, prefill):
+        monkeypatch.setattr(module, "graph_of", lambda call, rehearse=None: Nothing())
+    model = VLM(CASES["qwen3"]).eval()
+    for seed in range(3):
+        write(model, *asked(model, seed), max_new=2, sampling=GREEDY)
+    gone = weakref.ref(model.decoder)
+    assert any(captured._KEPT[model.decoder].prefills.values())
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+class Still(TorchDispatchMode):
+    """Refuses what a capture would: bringing something to the device. (What asks the device fails on meta itself.)"""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim]
+        if isinstance(made, torch.Tensor) and made.is_meta:
+            assert all(x.is_meta for x in given), f"{func} brings {[tuple(x.shape) for x in given]} to the device"
+        return made
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+@torch.no_grad()
+def test_the_pass_leaves_the_host_alone(name):
+    """On the meta device there is nothing to ask, and whatever comes from the CPU is seen coming."""
+    model = VLM(CASES[name])
+    streams, shown = asked(model, 0)
+    model = model.to("meta")
+    spot = prefill._lay(model, rows(streams), [shown, None], torch.device("meta"))
+    cache = model.decoder.cache(3, 128)
+    with Still():
+        assert prefill._logits(model, spot, cache).shape == (3, 61)
+    with pytest.raises(AssertionError, match="to the device"), Still():
+        torch.ones(3).to("meta")
+
+
+def test_a_token_past_its_slot_is_refused(graphs):
+    model = VLM(CASES["llava"]).decoder
+    with pytest.raises(ConfigError, match="2 positions past"):
+        CapturedStep(model, model.cache(2, 8)).stand([0, 2])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3"])
+def test_blocks_of_a_kind_are_compiled_once(name, graphs, monkeypatch):
+    made = []
+
+    def backend(module, inputs):
+        made.append(module)
+        return module.forward
+
+    monkeypatch.setattr(prefill, "COMPILED", {"dynamic": False, "backend": backend, "fullgraph": True})
+    compile = torch.compile  # which leaves the step itself as it is
+    monkeypatch.setattr(torch, "compile", lambda call, **how: compile(call, **how) if "backend" in how else call)
+    model = randomize(VLM(CASES[name]), 3, 0.3).eval()
+    prompts = [asked(model, seed) for seed in range(3)]
+    fast = [write(model, *prompt, max_new=5, sampling=GREEDY, compiled=True) for prompt in prompts]
+    assert len(made) == 2  # a block of the tower, and one of the decoder
+    assert len(graphs) == 2
+    plain = [write(model, *prompt, max_new=5, sampling=GREEDY) for prompt in prompts]
+    assert [[one.ids for one in row] for row in fast] == [[one.ids for one in row] for row in plain]
+    assert len(made) == 2

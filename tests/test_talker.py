@@ -279,3 +279,39 @@ def test_from_the_command_line(talker, folder, a, b, tmp_path, capsys, monkeypat
         assert run(*wrong) == 2
         error = capsys.readouterr().err
         assert says in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "without a message"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] has no text"),
+        ([{"role": "user", "content": ["image"]}], "part of the kind 'image'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "without a text"),
+        (["hi"], "no text"),
+    ],
+)
+def test_messages_that_are_none(talker, messages, says):
+    with pytest.raises(TextError, match=says):
+        talker.chat(messages)
+
+
+def test_a_template_that_puts_pictures_first_is_not_asked_otherwise(talker, a, b):
+    with pytest.raises(TextError, match="pictures before the words 'is'"):
+        talker.ask([a, b], "is <image> larger than <image>?")
+
+
+def test_no_new_tokens_are_none(talker, a):
+    with pytest.raises(ConfigError):
+        talker.ask(a, "what is this?", max_new=0)
+
+
+def test_no_question(talker, a):
+    with pytest.raises(ConfigError, match="without words"):
+        talker.ask(a, None)
+
+
+@pytest.mark.parametrize("device", ["foo", "meta"])
+def test_devices_that_are_none(folder, device):
+    with pytest.raises(ConfigError, match=device):
+        vitrail.load(folder, device=device)

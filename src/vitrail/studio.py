@@ -66,8 +66,8 @@ class Studio:
         model = hub.load(name_or_path, dtype=dtype, device=where)
         if not isinstance(model, Unified):
             raise ConfigError(
-                f"{name_or_path} is a {type(model).__name__}, and only a unified model reads and draws",
-                'give the folder of one that was trained as kind = "unified"',
+                f"{name_or_path} is a {type(model).__name__}; only a unified model reads and draws, VLMs can be asked",
+                'give the folder of one that was trained as kind = "unified", or of a VLM',
             )
         return cls(model, hub.tokenizer(name_or_path))
 

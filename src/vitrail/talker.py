@@ -64,6 +64,11 @@ class Talker:
         found = find(resolve(name_or_path))
         if not issubclass(found.model, VLM):
             raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
+        if found.config.queries is not None:
+            raise ConfigError(
+                f"{name_or_path} fuses its queries with the question, which is not done for talks",
+                "use model(batch, …)",
+            )
         tokenizer, habit = hub.tokenizer(name_or_path), _habit(found)
         chosen = _template(found, tokenizer, habit, template)
         # The weights come last: what can be wrong is said before they are read.
@@ -74,7 +79,7 @@ class Talker:
 
     def ask(self, images: Any, question: str, **how: Any) -> str:
         """The answer to one question about a picture, several of them, or none ([]). They come before the question, or
-        where it says so: "Is <image> larger than <image>?" `how` is what `stream` takes."""
+        where it says so, if the template allows it: "Is <image> larger than <image>?" `how` is what `stream` takes."""
         return self.chat([self.turn(images, question)], **how)
 
     def chat(self, messages: Sequence[Message], **how: Any) -> str:
@@ -94,10 +99,11 @@ class Talker:
         stream, pictures = self.prompt(messages)
         context = self.model.config.decoder.context
         room = context - len(stream)
-        if room < (max_new or 1):
+        wanted = 1 if max_new is None else max_new
+        if room < wanted:
             shown = int((stream.ids == self.fill).sum())
             raise ConfigError(
-                f"the prompt has {len(stream):,} tokens, {shown:,} of them for pictures, and {max_new or 1} more pass "
+                f"the prompt has {len(stream):,} tokens, {shown:,} of them for pictures, and {wanted} more pass "
                 f"the {context:,} the model was made for",
                 f"ask for at most {room} tokens" if room > 0 else "give fewer or smaller pictures, or fewer words",
             )
@@ -105,7 +111,7 @@ class Talker:
             self.model,
             [stream],
             pictures,
-            max_new=max_new or min(USUAL, room),
+            max_new=min(USUAL, room) if max_new is None else max_new,
             sampling=sampling,
             tokenizer=self.words,
             stop_strings=stop_strings,
@@ -114,7 +120,7 @@ class Talker:
 
     def turn(self, images: Any, question: str) -> Message:
         """A user's message."""
-        if not question.strip():
+        if not isinstance(question, str) or not question.strip():
             raise ConfigError("a question without words", "ask something")
         pictures = [_picture(one) for one in (images if isinstance(images, list | tuple) else [images])]
         said = question.split(self.image)
@@ -134,25 +140,38 @@ class Talker:
 
     def prompt(self, messages: Sequence[Message]) -> tuple[Stream, Any]:
         """A conversation as a stream that ends where the answer begins, and its pictures."""
+        if not messages:
+            raise TextError("a conversation without a message", "ask something")
         said, images = [], []
         for n, message in enumerate(messages):
-            content = message.get("content")
-            parts = [_text(content)] if isinstance(content, str) else list(content or ())
-            for part in parts:
-                kind = part.get("type") if isinstance(part, dict) else part
-                if kind == "image" and part.get("image") is None:
-                    raise ImageError(f"messages[{n}] has an image part without a picture", 'give it as "image"')
-                if kind not in ("text", "image"):
-                    raise TextError(f"messages[{n}] has a part of the kind {kind!r}", "give texts and images")
+            parts = _parts_of(message, f"messages[{n}]")
             images += [load_image(part["image"]) for part in parts if part["type"] == "image"]
             # A template is shown that there is a picture, not which.
             said.append({**message, "content": [_place(part) for part in parts]})
+        self._check_order(said)
         ids = self.template.encode(said, self.words, generate=True).ids
         lead = self.words.encode("", specials=True)[:1]  # where the tokenizer begins every text with a bos
         if lead == [self.words.bos] and ids[:1] != lead:
             ids = lead + ids
         shown = self.model.prepare(images) if images else None
         return build(self._parts(ids, () if shown is None else shown.shapes), self.model.config.rules), shown
+
+    def _check_order(self, said: Sequence[Message]) -> None:
+        """Refuse a template that writes pictures first where words were to come before them."""
+        before = self.template.render(said, generate=True).split(self.image)
+        waiting: list[str] = []
+        for part in (part for message in said for part in message["content"]):
+            if part["type"] == "text":
+                waiting.append(part["text"].strip())
+                continue
+            there = before.pop(0) if before else ""
+            late = next((text for text in waiting if self.image not in text and text not in there), None)
+            if late:
+                raise TextError(
+                    f"{self.template.name} writes pictures before the words {late!r}, which come before a picture",
+                    "leave the places out of the question: pictures then come first",
+                )
+            waiting = []
 
     def _parts(self, ids: list[int], shapes: Sequence[Shape]) -> list[Part]:
         places = [at for at, id in enumerate(ids) if id == self.fill]
@@ -171,7 +190,12 @@ class Talker:
 def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
     """Where a model ready to hand goes, and its type there: a GPU, if there is one, in half precision."""
     there = torch.cuda.is_available()
-    where = torch.device(device or ("cuda" if there else "cpu"))
+    try:
+        where = torch.device(device or ("cuda" if there else "cpu"))
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"no model can run on the device {str(device)!r}", "say cpu or cuda")
     if where.type == "cuda" and not there:
         raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
     return str(where), torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -202,6 +226,24 @@ def _text(text: str) -> dict[str, Any]:
 
 def _picture(source: Source) -> dict[str, Any]:
     return {"type": "image", "image": source}
+
+
+def _parts_of(message: Any, name: str) -> list[dict[str, Any]]:
+    """The texts and pictures of a message, each as a part; whatever else it holds is refused by name."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        return [_text(content)]
+    if not isinstance(content, list | tuple):
+        raise TextError(f"{name} has no text and no list of parts as its content", "give one of the two")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind == "image" and isinstance(part, dict) and part.get("image") is None:
+            raise ImageError(f"{name} has an image part without a picture", 'give it as "image"')
+        if not isinstance(part, dict) or kind not in ("text", "image"):
+            raise TextError(f"{name} has a part of the kind {kind!r}", "give texts and images")
+        if kind == "text" and not isinstance(part.get("text"), str):
+            raise TextError(f"{name} has a text part without a text", 'give it as "text"')
+    return list(content)
 
 
 def _place(part: Message) -> dict[str, Any]:

@@ -112,3 +112,11 @@ def test_a_bar_follows_what_is_read_and_written(tmp_path, monkeypatch, capsys):
     (reading, read, _), (writing, written, total) = Loud.seen
     assert (reading.strip(": "), writing.strip(": ")) == ("reading", "writing")
     assert read == weights == total == written
+
+
+def test_into_the_folder_one_stands_in(run, tmp_path, monkeypatch):
+    hub.save(made(), tmp_path / "ours")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run("export", tmp_path / "ours", "-o", ".")
+    assert (tmp_path / "here" / "config.json").is_file()

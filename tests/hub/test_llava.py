@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from helpers import randomize, relative
-from vitrail.errors import CheckpointError
+from vitrail.errors import VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.families import FAMILIES
 from vitrail.hub.llava import whole_spelt
@@ -176,14 +176,24 @@ def test_pixels_are_those_of_the_processor(tmp_path):
         ({"vision_config": {"model_type": "pixtral"}}, "pixtral"),
         ({"text_config": {"model_type": "mamba"}}, "mamba"),
         ({"model_type": "llava_next", "image_grid_pinpoints": [[28, 57]]}, "whole number of tiles"),
+        ({"model_type": "llava_next", "image_grid_pinpoints": [[28 * 10**5, 28 * 10**5]]}, "tiles"),
+        ({"image_token_index": 10**9}, "rules.fill"),
     ],
 )
 def test_what_is_not_built_is_refused(change, says, tmp_path):
     llava().save_pretrained(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(about | change))
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(VitrailError, match=says):
         from_hf(tmp_path)
+
+
+def test_a_head_is_tied_where_either_place_says_so(tmp_path):
+    reference = llava(text=LlamaConfig(**SIZE, vocab_size=99, tie_word_embeddings=False), tie_word_embeddings=True)
+    reference.tie_weights()
+    reference.save_pretrained(tmp_path)
+    ours = from_hf(tmp_path)
+    assert ours.config.decoder.tied == (reference.lm_head.weight is reference.get_input_embeddings().weight)
 
 
 def test_tiles(tmp_path):

@@ -52,6 +52,9 @@ POLICIES = {
 FUSIONS = {"prefix": PrefixConfig(), "expert": ExpertConfig()}
 
 
+WHOLE = {"tower": TOWER, "connector": PROJECTOR, "decoder": DECODER, "policy": POLICIES["naive"]}
+
+
 def made(config: VLMConfig) -> VLM:
     return randomize(VLM(config).eval())
 
@@ -185,6 +188,8 @@ def test_queries_fused_with_questions():
     same = model(pack([sample], len(sample)), other._replace(questions=alone.questions))[0]
     changed = model(pack([sample], len(sample)), other)[0]
     assert not torch.allclose(same[0], changed[0], atol=1e-3)  # the first query knows the question
+    with pytest.raises(ConfigError, match="before each question"):
+        config.part(shape)
     with pytest.raises(ConfigError, match="questions of 1"):
         model(batch, shown._replace(questions=shown.questions[:1]))
 
@@ -194,6 +199,13 @@ def test_text_alone():
     sample = build([words([1, 2, 3])], model.config.rules)
     batch = pack([sample], 3)
     assert torch.equal(model(batch), model.decoder(batch.ids))
+
+
+def test_a_cache_holds_one_sample_a_row():
+    model = made(VLMConfig(**WHOLE))
+    two = [build([words(ids)], model.config.rules) for ids in ([1, 2], [3])]
+    with pytest.raises(StreamError, match="2 samples in 1 rows"):
+        model.hidden(pack(two, 3), cache=model.decoder.cache(1))
 
 
 def test_cached_is_uncached():
@@ -206,9 +218,6 @@ def test_cached_is_uncached():
     hidden = [model.hidden(pack([first], len(first)), shown, cache=cache)]
     hidden += [model.decoder.hidden(torch.tensor([[id]]), cache=cache) for id in (8, 9)]
     assert torch.allclose(model.decoder.logits(torch.cat(hidden, 1))[0], expected, atol=1e-4)
-
-
-WHOLE = {"tower": TOWER, "connector": PROJECTOR, "decoder": DECODER, "policy": POLICIES["naive"]}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +234,7 @@ WHOLE = {"tower": TOWER, "connector": PROJECTOR, "decoder": DECODER, "policy": P
         ({"decoder": DECODER.with_(fusion=DeepStackConfig(at=(0,)))}, "DeepStack"),
         ({"decoder": DECODER.with_(fusion=CrossConfig(at=(0,)))}, "cross-attention"),
         ({"rules": Rules(vocab=49)}, "49"),
+        ({"rules": Rules(fill=50)}, "rules.fill is 50"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_built(change, says):

@@ -134,5 +134,6 @@ def _converse(talker: "Talker", turns: list[Turn], stream: bool, how: dict[str, 
                     print(piece, end="", flush=True)
                     said += piece
             finally:
-                print()
-        messages.append({"role": "assistant", "content": said})
+                if said:
+                    print()
+        messages.append({"role": "assistant", "content": said.strip()})

@@ -69,9 +69,9 @@ def demo(
         with _steps(tour.steps(pictures)) as step:
             sections = tour.tour(studio, pictures, seed, step) + found
         title, lead = f"{model or MINI} reads and draws", tour.lead(studio)
-    file = out / "index.html"
+    file, text = out / "index.html", page(title, lead, sections).encode("utf-8", "replace")
     try:
-        file.write_text(page(title, lead, sections), encoding="utf-8")
+        file.write_bytes(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", "give another folder") from None
     print(file)

@@ -39,7 +39,7 @@ def take(source: str, /, *, out: Out) -> None:
     out
         The folder to make.
     """
-    _free(out)
+    out = _free(out)
     found = find(resolve(source), own=False)
     model, words = _read(found)
     with _new(out, model) as folder:
@@ -61,7 +61,7 @@ def give(model: str, /, *, out: Out, family: str | None = None) -> None:
     family
         As which family (llava, qwen3, …): the first that the model fits unless given.
     """
-    _free(out)
+    out = _free(out)
     found = find(resolve(model))
     fits = [row.name for row in FAMILIES.values() if row.model is found.model and row.fits(found.config)]
     if not fits or family not in (None, *fits):
@@ -77,9 +77,12 @@ def give(model: str, /, *, out: Out, family: str | None = None) -> None:
     _say(out, f"{named} from {type(loaded).__name__}", loaded, words)
 
 
-def _free(out: Path) -> None:
+def _free(out: Path) -> Path:
+    """The folder to make, by its whole path; one that is taken is refused."""
+    out = out.absolute()
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} is there already", "remove it first, or give another folder")
+    return out
 
 
 # ---- reading and writing ----------------------------------------------------------------------------------------

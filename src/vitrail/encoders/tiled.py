@@ -60,6 +60,8 @@ class TiledViTConfig(Config, tag="tiled_vit", tag_field="kind"):
         return -(-self.tokens // ROUND) * ROUND
 
     def __post_init__(self) -> None:
+        if self.layers < 1 or self.over < 0:
+            raise ConfigError(f"{self.layers} layers and {self.over} over them", "give at least 1, and 0 or more")
         if self.block.chain != ("self", "mlp") or self.block.gated:
             raise ConfigError("a tiled ViT's block is self, mlp, without gates: those behind the norm get theirs")
         if self.image < self.patch or self.image % self.patch:

@@ -14,6 +14,7 @@ from vitrail.hub.packages import PACKAGES
 from vitrail.hub.single import Single, locate, open_single
 
 OWN, THEIRS = "vitrail.json", "config.json"
+COUNTS = ("layers", "over")  # keys of configs that count layers
 SHIPPED = Path(__file__).resolve().parents[1] / "weights"
 
 
@@ -81,7 +82,7 @@ def layers(plain: Any) -> int:
     """Layers of all the towers in a config as plain data; a convolutional tower says `blocks`, stage by stage."""
     if isinstance(plain, dict):
         return sum(
-            value if key == "layers" else sum(value) if key == "blocks" else layers(value)
+            value if key in COUNTS and isinstance(value, int) else sum(value) if key == "blocks" else layers(value)
             for key, value in plain.items()
         )
     return sum(map(layers, plain)) if isinstance(plain, list | tuple) else 0

@@ -104,8 +104,13 @@ def build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
             f"{found.path} says {depth:,} layers and holds {stored:,} tensors",
             "does its config belong to these weights?",
         )
-    with torch.device("meta"):
-        model = found.model(found.config)
+    try:
+        with torch.device("meta"):
+            model = found.model(found.config)
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # sizes that no tensor can have
+        raise CheckpointError(
+            f"{found.path} asks for what cannot be built: {str(error).splitlines()[0]}", "is its config.json whole?"
+        ) from None
     if family is None:
         assert isinstance(weights, Weights)
         tensors: Iterable[tuple[str, Tensor]] = unpacked(weights)

@@ -48,6 +48,8 @@ def named(row: Family, config: Any) -> About:
 def _read(about: About) -> VLMConfig:
     towers, tower = part(about, "vision_config", TOWERS, "clip_vision_model")
     _, decoder = part(about, "text_config", WORDS, "llama")
+    if about.get("tie_word_embeddings") and not decoder.tied:  # either place says so
+        decoder = decoder.with_(tied=True)
     strategy = about.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise CheckpointError(f"vision_feature_select_strategy is {strategy!r}", "known: default, full")

@@ -167,12 +167,7 @@ class LookingVLM(nn.Module):
         device = self.decoder.embed.weight.device
         more: dict = {"plan": batch.plan().to(device)}
         if cache is not None:
-            if len(batch.lengths) != len(batch.ids):
-                raise StreamError(
-                    f"{len(batch.lengths)} samples in {len(batch.ids)} rows of a cache, which holds one a row",
-                    "pack them with a budget that two do not share, such as the length of the longest",
-                )
-            more = {"cache": cache, "counts": torch.tensor(batch.lengths, device=device)}
+            more = {"cache": cache, "counts": torch.tensor(batch.alone.lengths, device=device)}
         positions = batch.positions[..., 0].to(device)
         looked = self._looked(batch, [] if pictures is None else self.look(pictures))
         return self.decoder.hidden(batch.ids.to(device), positions=positions, pictures=looked, **more)

@@ -138,14 +138,14 @@ class VLM(nn.Module):
         positions = batch.positions[..., 0] if self.config.decoder.rotary.layout == "1d" else batch.positions
         more: dict[str, Any] = {"plan": batch.plan().to(ids.device)}
         if cache is not None:
-            counts = torch.tensor(batch.lengths, device=ids.device)
+            counts = torch.tensor(batch.alone.lengths, device=ids.device)
             spans = batch.spans.to(ids.device) if bool(batch.spans.any()) else None  # without any, kernels need no mask
             more = {"cache": cache, "counts": counts, "spans": spans}
         return self.decoder.hidden(embeds=embeds, positions=positions.to(ids.device), pictures=beside, **more)
 
     def _beside(self, batch: Batch, seen: dict[str, Seen], embeds: Tensor) -> Pictures | None:
         """What the fusion point takes beside the tokens."""
-        kinds = torch.tensor([KINDS[feed].id for feed in SEEN])
+        kinds = torch.tensor([KINDS[feed].id for feed in SEEN], device=batch.kinds.device)
         if not seen:
             return None
         match self.config.decoder.fusion:

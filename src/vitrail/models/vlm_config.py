@@ -74,6 +74,9 @@ class VLMConfig(Config):
         self._check_stack()
         if not isinstance(self.policy, Native) and self.queries is None:
             self._check_rows(self.policy.cut(1, 1))  # what a cut is made of does not hang on the picture
+        rows = self.decoder.vocab + self.decoder.extra
+        if self.rules.fill >= rows:
+            raise ConfigError(f"rules.fill is {self.rules.fill}, and the decoder embeds {rows} ids", "give one of them")
         if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
             raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
 
@@ -110,6 +113,8 @@ class VLMConfig(Config):
     def _check_stack(self) -> None:
         taps = len(self.tower.taps) if isinstance(self.tower, PackedViTConfig) else 0
         wanted = len(self.decoder.fusion.at) if isinstance(self.decoder.fusion, DeepStackConfig) else 0
+        if taps and self.queries is not None:
+            raise ConfigError("queries condense the tokens that DeepStack would add to", "use one of the two")
         if not (taps == wanted and (self.stack is not None) == bool(taps)):
             raise ConfigError(
                 f"{taps} taps of the tower, {'a' if self.stack else 'no'} stack connector, and {wanted} layers of the "
@@ -160,6 +165,8 @@ class VLMConfig(Config):
 
     def part(self, shape: Shape, **more: Any) -> Part:
         """The place of a picture, or of a video (a grid of several frames), in a stream."""
+        if self.queries is not None:
+            raise ConfigError("queries stand before each question about a picture", "use parts(shape, questions)")
         if isinstance(shape, Grid):
             return video(shape, **more) if shape.t > 1 else picture(shape, **more)
         self._check_rows(shape)

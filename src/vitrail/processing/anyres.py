@@ -18,6 +18,7 @@ from vitrail.processing.cut import (
 )
 
 # (rows, columns) of tiles. The order matters: the first of equals wins.
+MOST = 1024  # tiles of a picture, and grids to choose from: beyond, a config is hostile or mistaken
 GRIDS_NEXT: tuple[Size, ...] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
 GRIDS_ONEVISION: tuple[Size, ...] = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 
@@ -47,6 +48,9 @@ class AnyRes(Padded, tag="anyres"):
         square(self.tile, self.patch, self.unread)
         if not self.grids or min(map(min, self.grids)) < 1:
             raise ConfigError(f"AnyRes.grids is {self.grids}", "give (rows, columns) of tiles, at least one of each")
+        most = max(rows * columns for rows, columns in self.grids)
+        if most > MOST or len(self.grids) > MOST:
+            raise ConfigError(f"AnyRes: {len(self.grids)} grids of up to {most:,} tiles", f"give {MOST} at most")
         if self.max_tiles is not None and self.max_tiles < 1:
             raise ConfigError(f"AnyRes.max_tiles is {self.max_tiles}", "give at least 1, or leave it out")
 

@@ -89,8 +89,8 @@ def merge(embeds: Tensor, features: Mapping[str, Offer], batch: Batch) -> Tensor
                 f"{feed!r} features {tuple(block.shape)} do not fit embeddings {embeds.shape[-1]} wide",
                 "a connector brings them to the decoder's width",
             )
-        values.append(block[fill.rows].to(embeds.dtype))
-    places = torch.cat([fill.places for fill in batch.fills.values()])
+        values.append(block[fill.rows.to(block.device)].to(embeds.dtype))
+    places = torch.cat([fill.places for fill in batch.fills.values()]).to(embeds.device)
     return embeds.flatten(0, 1).index_copy(0, places, torch.cat(values)).view_as(embeds)
 
 

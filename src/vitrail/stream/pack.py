@@ -50,6 +50,16 @@ class Batch:
     sources: tuple[tuple[Source, ...], ...]
     silent: tuple[str, ...]  # samples on which nothing is learnt: allowed, and said
 
+    @property
+    def alone(self) -> "Batch":
+        """This batch, if every row is one sample, as a cache needs it; refused otherwise."""
+        if len(self.lengths) != len(self.ids):
+            raise StreamError(
+                f"{len(self.lengths)} samples in {len(self.ids)} rows of a cache, which holds one a row",
+                "pack each sample into a row of its own",
+            )
+        return self
+
     def plan(self) -> Plan:
         """Who sees whom, for every layer. Made on the CPU: `batch.plan().to(device)`."""
         return attention_plan(self.segments, self.spans if bool(self.spans.any()) else None, causal=True)

@@ -315,3 +315,56 @@ def test_no_question(talker, a):
 def test_devices_that_are_none(folder, device):
     with pytest.raises(ConfigError, match=device):
         vitrail.load(folder, device=device)
+
+
+def test_a_model_that_looks(tmp_path, a, b):
+    """Llama-3.2-Vision: pictures are marks in the text, and looked at from there; word for word what its decoder says
+    without a cache."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+
+    from vitrail.stream import build, pack
+    from vitrail.stream import words as said
+
+    tokenizer = words()
+    vision = MllamaVisionConfig(
+        hidden_size=12,
+        attention_heads=2,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        intermediate_size=20,
+        patch_size=4,
+        image_size=8,
+        max_num_tiles=4,
+        intermediate_layers_indices=[0],
+        vision_output_dim=24,
+    )
+    text = MllamaTextConfig(
+        vocab_size=tokenizer.size,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        cross_attention_layers=[1],
+        max_position_embeddings=256,
+        pad_token_id=None,
+        bos_token_id=tokenizer.bos,
+        eos_token_id=tokenizer.eos,
+    )
+    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=tokenizer.id("<image>"))
+    randomize(MllamaForConditionalGeneration(config), 3, 0.3).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    talker = vitrail.load(tmp_path, device="cpu")
+    stream, shown = talker.prompt([talker.turn([a, b], "what is this?")])
+    assert talker.words.decode(stream.ids.tolist()) == "<s>USER: <image>\n<image>\nwhat is this? ASSISTANT:"
+    assert len(shown.pixels) == len(shown.ratios) == 2
+    ids = stream.ids.tolist()
+    for _ in range(8):
+        whole = build([said(ids)])
+        ids.append(int(talker.model(pack([whole], len(whole)), shown)[0, -1, : talker.words.size].argmax()))
+    expected = talker.words.decode(ids[len(stream) :])
+    assert talker.ask([a, b], "what is this?", max_new=8) == expected.strip()
+    assert talker.ask([], "what is this?", max_new=3) != expected
+    with pytest.raises(TextError, match=r"made 2 places for pictures .* of 1"):
+        talker._stream(ids, 1, None)

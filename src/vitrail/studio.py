@@ -19,6 +19,7 @@ from vitrail.generate.answers import answer
 from vitrail.generate.pictures import Drawing, draw, varied
 from vitrail.generate.sampling import Sampling
 from vitrail.hub import configs
+from vitrail.models.looking import LookingVLMConfig
 from vitrail.models.unified import Unified
 from vitrail.models.vlm import VLMConfig
 from vitrail.processing.images import Source, load_image
@@ -45,7 +46,7 @@ def load(
 
 def talks(name_or_path: str | Path) -> bool:
     """Whether a folder holds a vision-language model. No weight is read."""
-    return name_or_path != MINI and isinstance(configs.read_config(name_or_path), VLMConfig)
+    return name_or_path != MINI and isinstance(configs.read_config(name_or_path), VLMConfig | LookingVLMConfig)
 
 
 class Studio:

@@ -12,7 +12,8 @@ from vitrail.generate import seen
 from vitrail.generate.sampling import GREEDY, Sampling
 from vitrail.hub.configs import Found, find, resolve
 from vitrail.hub.families import FAMILIES
-from vitrail.models.vlm import VLM, Shape
+from vitrail.models.looking import LookingVLM, LookingVLMConfig, Views
+from vitrail.models.vlm import VLM, Shown, VLMConfig
 from vitrail.processing.chat import ChatTemplate, Message
 from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
@@ -41,6 +42,7 @@ HABITS = {
     "qwen3_vl": Habit("qwen2-vl", {"default_system": ""}),
     "qwen3_vl_moe": Habit("qwen2-vl", {"default_system": ""}),
     "internvl": Habit("chatml", around=("<img>", "</img>")),
+    "mllama": Habit("llama3"),
 }
 
 
@@ -48,9 +50,15 @@ class Talker:
     """`vitrail.load(folder)`, where the folder holds a VLM. Messages are transformers': a role, and a text or parts,
     of which {"type": "image", "image": …} holds a picture, as a file or otherwise (see `load_image`)."""
 
-    def __init__(self, model: VLM, tokenizer: Tokenizer, template: ChatTemplate, around: tuple[str, str] | None = None):
+    def __init__(
+        self,
+        model: VLM | LookingVLM,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        around: tuple[str, str] | None = None,
+    ):
         self.model, self.words, self.template = model.eval(), tokenizer, template
-        self.fill = model.config.rules.fill
+        self.fill = _mark(model.config)
         self.image = tokenizer.token(self.fill)  # what stands for a picture in a text
         self.before, self.after = ([], []) if around is None else ([tokenizer.id(word)] for word in around)
 
@@ -62,9 +70,9 @@ class Talker:
         the folder's own or, where that has none, its family's."""
         where, dtype = usable(device)
         found = find(resolve(name_or_path))
-        if not issubclass(found.model, VLM):
+        if not issubclass(found.model, VLM | LookingVLM):
             raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
-        if found.config.queries is not None:
+        if isinstance(found.config, VLMConfig) and found.config.queries is not None:
             raise ConfigError(
                 f"{name_or_path} fuses its queries with the question, which is not done for talks",
                 "use model(batch, …)",
@@ -154,7 +162,7 @@ class Talker:
         if lead == [self.words.bos] and ids[:1] != lead:
             ids = lead + ids
         shown = self.model.prepare(images) if images else None
-        return build(self._parts(ids, () if shown is None else shown.shapes), self.model.config.rules), shown
+        return self._stream(ids, len(images), shown), shown
 
     def _check_order(self, said: Sequence[Message]) -> None:
         """Refuse a template that writes pictures first where words were to come before them."""
@@ -173,18 +181,23 @@ class Talker:
                 )
             waiting = []
 
-    def _parts(self, ids: list[int], shapes: Sequence[Shape]) -> list[Part]:
+    def _stream(self, ids: list[int], images: int, shown: Shown | Views | None) -> Stream:
+        """The words with every picture in its place: as tokens, or as the mark where it is looked at."""
         places = [at for at, id in enumerate(ids) if id == self.fill]
-        if len(places) != len(shapes):
+        if len(places) != images:
             raise TextError(
-                f"{self.template.name} made {len(places)} places for pictures ({self.image}) of {len(shapes)} pictures",
+                f"{self.template.name} made {len(places)} places for pictures ({self.image}) of {images} pictures",
                 "use a template that writes one for each, such as template='vicuna'",
             )
-        parts, start = [], 0
-        for place, shape in zip(places, shapes, strict=True):
-            parts += [words(ids[start:place] + self.before), self.model.config.part(shape), words(self.after)]
+        config = self.model.config
+        if not isinstance(config, VLMConfig):
+            return build([words(ids)])
+        parts: list[Part] = []
+        start = 0
+        for place, shape in zip(places, shown.shapes if isinstance(shown, Shown) else (), strict=True):
+            parts += [words(ids[start:place] + self.before), config.part(shape), words(self.after)]
             start = place + 1
-        return [part for part in [*parts, words(ids[start:])] if part.tokens]
+        return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
 
 
 def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
@@ -203,7 +216,7 @@ def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
 
 def _habit(found: Found) -> Habit | None:
     """That of the folder's family; a folder of ours has those that it could be written as."""
-    fits = [name for name, row in FAMILIES.items() if row.model is VLM and row.fits(found.config)]
+    fits = [name for name, row in FAMILIES.items() if row.model is found.model and row.fits(found.config)]
     names = fits if found.family is None else [found.family.name]
     return next((HABITS[name] for name in names if name in HABITS), None)
 
@@ -216,8 +229,13 @@ def _template(found: Found, tokenizer: Tokenizer, habit: Habit | None, named: st
     if habit is None:
         raise TextError(f"{found.path} has no chat template", "name one: load(…, template='vicuna')")
     template = ChatTemplate.preset(habit.preset)
-    template.variables |= {"image": tokenizer.token(found.config.rules.fill), **habit.told}
+    template.variables |= {"image": tokenizer.token(_mark(found.config)), **habit.told}
     return template
+
+
+def _mark(config: VLMConfig | LookingVLMConfig) -> int:
+    """The id that stands for a picture in a text."""
+    return config.rules.fill if isinstance(config, VLMConfig) else config.mark
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vitrail.generate import text
 from vitrail.generate.captured import Captured, Compiled, capturable
 from vitrail.generate.prefill import prefilled
 from vitrail.generate.text import MakeStepper, Piece, Written
+from vitrail.models.looking import LookingVLM, Views
 from vitrail.models.vlm import VLM, Shown
 from vitrail.stream import Batch, Stream, pack
 from vitrail.stream.build import FIELDS
@@ -31,16 +32,17 @@ class Seeing:
 
     def __init__(
         self,
-        model: VLM,
+        model: VLM | LookingVLM,
         streams: Sequence[Stream],
-        pictures: Shown | None,
+        pictures: Shown | Views | None,
         videos: Shown | None,
         capacity: int | None = None,
         *,
         compiled: bool = False,
     ):
         device, count = model.decoder.embed.weight.device, len(streams)
-        self.model, self.batch, self.shown = model, _placed(rows(streams), device), (pictures, videos)
+        self.model, self.batch = model, _placed(rows(streams), device)
+        self.shown: Any = (pictures,) if isinstance(model, LookingVLM) else (pictures, videos)
         behind = torch.stack([stream.positions.max() for stream in streams]) + 1  # (B,)
         self.next = behind[:, None].to(device)  # (B, 1)
         shift = [place - len(stream) for place, stream in zip(behind.tolist(), streams, strict=True)]
@@ -56,7 +58,7 @@ class Seeing:
                 f"prompts of {counts.tolist()} tokens for streams of {list(self.batch.lengths)}",
                 "guidance has no negative streams: leave it out",
             )
-        if self.captured is not None:
+        if self.captured is not None and isinstance(self.model, VLM):
             logits = prefilled(self.model, self.batch, self.shown, self.captured)
             if logits is not None:
                 return logits
@@ -97,9 +99,9 @@ def _padded(stream: Stream, length: int) -> Stream:
 
 
 def write(
-    model: VLM,
+    model: VLM | LookingVLM,
     streams: Sequence[Stream],
-    pictures: Shown | None = None,
+    pictures: Shown | Views | None = None,
     videos: Shown | None = None,
     *,
     compiled: bool = False,
@@ -113,9 +115,9 @@ def write(
 
 
 def stream(
-    model: VLM,
+    model: VLM | LookingVLM,
     streams: Sequence[Stream],
-    pictures: Shown | None = None,
+    pictures: Shown | Views | None = None,
     videos: Shown | None = None,
     *,
     compiled: bool = False,
@@ -127,6 +129,10 @@ def stream(
 
 
 def _maker(
-    model: VLM, streams: Sequence[Stream], pictures: Shown | None, videos: Shown | None, compiled: bool
+    model: VLM | LookingVLM,
+    streams: Sequence[Stream],
+    pictures: Shown | Views | None,
+    videos: Shown | None,
+    compiled: bool,
 ) -> MakeStepper:
     return lambda _decoder, _rows, capacity: Seeing(model, streams, pictures, videos, capacity, compiled=compiled)

@@ -171,7 +171,7 @@ def _run(
         row[: len(ids)] = torch.tensor(ids)
     seen = torch.zeros(B, model.config.vocab, dtype=torch.bool, device=device)  # what each row holds
     for row, ids in zip(seen, plan.prompts, strict=True):
-        row[ids] = True
+        row[[id for id in ids if id < model.config.vocab]] = True  # marks of pictures may lie beyond what is said
 
     steps = stepper(model, len(fed), padded.shape[1] + max(plan.limits))
     logits = steps.prefill(padded.to(device), counts)
@@ -209,7 +209,7 @@ def _plan(
     negative: Sequence[Prompt] | None,
 ) -> _Plan:
     """Everything that can be wrong with a request, found before any work is done."""
-    vocab, context = model.config.vocab, model.config.context
+    vocab, context = model.config.vocab + model.config.extra, model.config.context
     given = _encoded("prompt", prompts, tokenizer, vocab)
     if not math.isfinite(guidance):
         raise ConfigError(f"guidance is {guidance}", "use a number; 1 leaves the logits as they are")

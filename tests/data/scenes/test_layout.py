@@ -20,7 +20,7 @@ def configs(draw) -> SceneConfig:
     low = draw(st.integers(1, 8))
     high = draw(st.integers(low, 8))
     across = {1: 1, 2: 2, 3: 2, 4: 2}.get(high, 3)
-    least = draw(st.floats(0.05, 1 / across))
+    least = draw(st.floats(0.05, min(0.9, 1 / across)))
     share = st.floats(0, 1)
     return SceneConfig(
         objects=(low, high),

@@ -43,7 +43,7 @@ def ask(
     words
         Questions, and further pictures' files.
     model
-        A unified model (the one that ships is mini) or a vision-language model: a folder, or a hub id.
+        A unified model (mini, where the package came with its weights) or a vision-language model: a folder or hub id.
     stream
         Print an answer as it is written. Of a vision-language model.
     max_new

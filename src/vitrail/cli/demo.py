@@ -33,7 +33,7 @@ def demo(
     Parameters
     ----------
     model
-        A folder with a unified model; the one that ships unless given.
+        A folder with a unified model; mini unless given, where the package came with its weights.
     image
         A picture of your own. May be repeated.
     out

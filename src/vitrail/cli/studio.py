@@ -26,7 +26,7 @@ def caption(pictures: Pictures, /, *, model: str = "mini", device: str | None = 
     pictures
         Pictures' files.
     model
-        A unified model: the one that ships, or a folder.
+        A unified model: a folder, or mini where the package came with its weights.
     device
         cpu, cuda, …; a GPU if there is one.
     """
@@ -66,7 +66,7 @@ def draw(
     out
         The PNG to write; of several, -1, -2, … are put before its ending.
     model
-        A unified model: the one that ships, or a folder.
+        A unified model: a folder, or mini where the package came with its weights.
     count
         How many, each with a seed of its own.
     negative

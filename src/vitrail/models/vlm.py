@@ -114,7 +114,7 @@ class VLM(nn.Module):
 
     def _read(self, soft: Tensor, cut: Cut) -> Tensor:
         """The soft tokens (views, M, W) of one picture in the order they are read, newlines aside: (M', W)"""
-        if not self.config._stitched(cut):
+        if not self.config.stitches(cut):
             return soft.flatten(0, 1)
         return torch.cat([stitched(soft, cut, span) for span in cut.spans])
 

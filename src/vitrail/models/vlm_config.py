@@ -123,7 +123,7 @@ class VLMConfig(Config):
             )
 
     def _check_rows(self, cut: Cut) -> None:
-        if not self._stitched(cut) and any(span.newline != "none" for span in cut.spans):
+        if not self.stitches(cut) and any(span.newline != "none" for span in cut.spans):
             raise ConfigError(
                 f"{type(self.connector).__name__} keeps no rows that newlines could end", "use a projector, or naive"
             )
@@ -150,11 +150,11 @@ class VLMConfig(Config):
         """Soft tokens that the connector gives, newlines included."""
         if isinstance(shape, Grid):
             return shape.tokens
-        if self._stitched(shape):
+        if self.stitches(shape):
             return shape.tokens
         return sum(self.connector.tokens(self.laid(view.grid)) for view in shape.views)
 
-    def _stitched(self, cut: Cut) -> bool:
+    def stitches(self, cut: Cut) -> bool:
         """Whether the connector keeps the lattice, so that views can lie side by side and rows can end."""
         return all(self.connector.tokens(self.laid(view.grid)) == view.grid.tokens for view in cut.views)
 
@@ -170,7 +170,7 @@ class VLMConfig(Config):
         if isinstance(shape, Grid):
             return video(shape, **more) if shape.t > 1 else picture(shape, **more)
         self._check_rows(shape)
-        return picture(shape if self._stitched(shape) else self.tokens(shape), **more)
+        return picture(shape if self.stitches(shape) else self.tokens(shape), **more)
 
     def parts(self, shape: Shape, questions: int = 1, **more: Any) -> list[Part]:
         """What stands before each of so many questions about one picture: the picture, and then nothing, or the queries

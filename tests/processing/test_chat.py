@@ -59,7 +59,11 @@ EXACT = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT:{ A cat.</s>}USER: Sure? ASSISTANT:",
     "mistral": "<s>[INST] Be brief.\n\n<image>\nWhat is it? [/INST]{ A cat.</s>}[INST] Sure? [/INST]",
+    "idefics": "<s>User:<fake_token_around_image><image><fake_token_around_image>What is it?<end_of_utterance>"
+    "\nAssistant:{ A cat.<end_of_utterance>}\nUser: Sure?<end_of_utterance>\nAssistant:",
+    "blip-2": "<image></s>Question: What is it? Answer:{ A cat.} Question: Sure? Answer:",
 }
+ALONE = ("idefics", "blip-2")  # without a place for a system message
 
 
 # ── presets ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,7 +71,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_presets_write_exactly_this(name):
-    text, spans = ChatTemplate.preset(name).render_spans(TALK, generate=True)
+    text, spans = ChatTemplate.preset(name).render_spans(TALK[name in ALONE :], generate=True)
     [(start, end)] = spans
     assert f"{text[:start]}{{{text[start:end]}}}{text[end:]}" == EXACT[name]
 
@@ -106,6 +110,7 @@ def test_presets_agree_with_transformers(name, tmp_path):
     WORDS.save(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     messages = [user([IMAGE]), assistant("A cat.")] if name == "plain" else [*TALK, assistant(" Yes, a red one ")]
+    messages = messages[name in ALONE :]
     variables = template.variables | {"bos_token": "<s>", "eos_token": "</s>"}
     theirs.chat_template = template.source
     extra = {k: v for k, v in variables.items() if not k.endswith("_token")}
@@ -276,6 +281,11 @@ def test_bad_messages_are_named(message, problem):
 
 
 def test_presets_refuse_roles_they_have_no_place_for():
+    for name in ALONE:
+        with pytest.raises(TextError, match="the role system"):
+            ChatTemplate.preset(name).render(TALK)
+        with pytest.raises(TextError, match="a video has no place"):
+            ChatTemplate.preset(name).render([user([{"type": "video"}])])
     for name in PRESETS:
         for role in set(ROLES) - {"system", "user", "assistant"}:
             with pytest.raises(TextError, match=role):

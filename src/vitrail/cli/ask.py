@@ -1,4 +1,4 @@
-"""`vitrail ask`: questions about pictures, to a vision-language model or a unified one."""
+"""`vitrail ask`: questions about pictures and videos, to a vision-language model or a unified one."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,7 @@ from vitrail.errors import ConfigError
 if TYPE_CHECKING:
     from vitrail.talker import Talker
 
-Turn = tuple[list[str], str]  # pictures, and the question behind them
+Turn = tuple[list[str], str]  # pictures and videos, and the question behind them
 
 
 def ask(
@@ -24,14 +24,18 @@ def ask(
     temperature: float = 0.0,
     seed: int | None = None,
     template: str | None = None,
+    frames: int | None = None,
+    fps: float | None = None,
     show: Path | None = None,
     device: str | None = None,
 ) -> None:
-    """Ask a model questions about pictures.
+    """Ask a model questions about pictures and videos.
 
     Example: vitrail ask scene.png "how many dogs are there?"
 
     Example: vitrail ask a.jpg b.jpg "what has changed?" "and what has not?" --model llava-hf/llava-1.5-7b-hf --stream
+
+    Example: vitrail ask clip.mp4 "what happens?" --model Qwen/Qwen3-VL-2B-Instruct --fps 1
 
     A vision-language model is asked in one conversation, a turn each question, with the pictures written before it; a
     unified model answers each question about its one picture by itself.
@@ -39,9 +43,9 @@ def ask(
     Parameters
     ----------
     picture
-        A picture's file.
+        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
     words
-        Questions, and further pictures' files.
+        Questions, and further files.
     model
         A unified model (mini, where the package came with its weights) or a vision-language model: a folder or hub id.
     stream
@@ -54,6 +58,10 @@ def ask(
         The same seed draws the same answers.
     template
         A chat template by name (vicuna, qwen2-vl, …) instead of the folder's own. Of a vision-language model.
+    frames
+        How many frames are read of each video.
+    fps
+        How many frames are read of each second of a video: 2, unless the model's folder says otherwise.
     show
         A PNG to write: the picture, brightest where covering it costs the answer most. Of one question to a unified
         model.
@@ -75,11 +83,14 @@ def ask(
     if talks(model):
         if show is not None:
             raise ConfigError("--show is drawn for a unified model", "leave it out")
-        _converse(load(model, template=template, device=device), turns, stream, how)
+        _check_videos(turns, frames, fps)
+        _converse(load(model, template=template, device=device), turns, stream, {"frames": frames, "fps": fps}, how)
         return
     pictures = sum(len(shown) for shown, _ in turns)
     if pictures > 1:
         raise ConfigError(f"{pictures} pictures for a model that reads one", "ask about one at a time")
+    if _videos(turns) or frames is not None or fps is not None:
+        raise ConfigError("a unified model reads no videos", "give a model that does, such as a Qwen3-VL")
     if stream:
         raise ConfigError("a unified model answers at once", "leave --stream out")
     loaded = load(model, template=template, device=device)
@@ -92,11 +103,26 @@ def ask(
     write(seen, show)
 
 
+def _videos(turns: list[Turn]) -> int:
+    from vitrail.talker.videos import is_video
+
+    return sum(is_video(name) for shown, _ in turns for name in shown)
+
+
+def _check_videos(turns: list[Turn], frames: int | None, fps: float | None) -> None:
+    """Before a model is loaded."""
+    if frames is not None and fps is not None:
+        raise ConfigError("--frames and --fps both say how many frames are read", "give one of the two")
+    if (frames, fps) != (None, None) and not _videos(turns):
+        raise ConfigError("--frames and --fps are of videos, and there is none", "leave them out")
+
+
 def _turns(picture: str, words: tuple[str, ...]) -> list[Turn]:
-    """Each question with the pictures written before it."""
+    """Each question with the pictures and videos written before it."""
+    from vitrail.data.formats.folders import VIDEOS
     from vitrail.search.index import endings
 
-    known, pictures = endings(), [picture]
+    known, pictures = endings() | VIDEOS, [picture]
     turns: list[Turn] = []
     for word in words:
         if _is_picture(word, known):
@@ -110,7 +136,7 @@ def _turns(picture: str, words: tuple[str, ...]) -> list[Turn]:
 
 
 def _is_picture(word: str, endings: set[str]) -> bool:
-    """A word that is named like a picture is one, there or not: a picture that is missing is no question."""
+    """A word that is named like a picture or a video is one, there or not: one that is missing is no question."""
     path = Path(word)
     try:
         return (path.suffix.lower() in endings and " " not in word) or path.is_file()
@@ -118,11 +144,11 @@ def _is_picture(word: str, endings: set[str]) -> bool:
         return False
 
 
-def _converse(talker: "Talker", turns: list[Turn], stream: bool, how: dict[str, Any]) -> None:
+def _converse(talker: "Talker", turns: list[Turn], stream: bool, read: dict[str, Any], how: dict[str, Any]) -> None:
     """Print the answers, a line or more each."""
     messages: list[Any] = []
     for pictures, question in turns:
-        messages.append(talker.turn(pictures, question))
+        messages.append(talker.turn(pictures, question, **(read if _videos([(pictures, question)]) else {})))
         if not stream:
             said = talker.chat(messages, **how)
             print(said)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub.about import check_about
 from vitrail.hub.maps import Move
+from vitrail.processing import footage
 from vitrail.processing.preprocessing import blamed, said
 from vitrail.processing.processors import Processor
 
@@ -36,6 +37,7 @@ class Family:
     stem       what its files of weights are called
     older      what older versions called parts of a name: (now, then)
     pictures   the image processor whose words set policy, mean and std of a config
+    videos     whether a video processor's words set its footage
     """
 
     name: str
@@ -51,6 +53,7 @@ class Family:
     stem: str = "model"
     older: tuple[tuple[str, str], ...] = ()
     pictures: Processor | None = None
+    videos: bool = False
 
     def ignores(self, name: str) -> bool:
         return name.endswith(self.leftovers)
@@ -66,7 +69,13 @@ class Family:
                 return config
             words, source = said(source.parent)
             with blamed(source):
-                return self.pictures.read(config, words) if words else config
+                config = self.pictures.read(config, words) if words else config
+            if not self.videos:
+                return config
+            words, source = said(source.parent, footage.FILE, footage.PART)
+            with blamed(source):
+                films = config.films.told(words or {})
+                return config if films == config.films else config.with_(footage=films)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise CheckpointError(
                 f"{source} is no config of a {self.name}: {type(error).__name__}: {error}", "fetch it again"

@@ -15,6 +15,7 @@ from torch import nn
 from vitrail.evals.viewer import Tower, tower_of
 from vitrail.hub.family import Family
 from vitrail.hub.files import read_json, write_json
+from vitrail.processing import footage
 from vitrail.processing.preprocessing import FILE, WHOLE, Preprocessing, said
 
 KEPT = "prepared"  # the attribute of a model: what its folder said, {} if nobody knows; none if it was made here
@@ -63,6 +64,9 @@ def export(model: nn.Module, folder: Path, family: Family, config: dict[str, Any
     if family.pictures is not None:
         ours: Any = model.config
         _put(folder, family.pictures.write(ours) if ours.tower.channels == 3 else None)
+        if family.videos and ours.tower.channels == 3:
+            words = family.pictures.write(ours) | ours.films.words()
+            write_json(folder / footage.FILE, {key: words[key] for key in words if key != "image_processor_type"})
         return config
     tower = tower_of(model)
     if tower is None:
@@ -85,7 +89,7 @@ def _ours(tower: Tower, family: str) -> dict[str, Any]:
 
 
 def _put(folder: Path, found: dict[str, Any] | None) -> None:
-    for file in (FILE, WHOLE):  # of a model that lay there before
+    for file in (FILE, WHOLE, footage.FILE):  # of a model that lay there before
         (folder / file).unlink(missing_ok=True)
     if found is not None:
         write_json(folder / FILE, found)

@@ -220,6 +220,9 @@ def _write(kin: Kin, config: VLMConfig) -> About:
 def _spelt(config: VLMConfig) -> VLMConfig:
     """The same model with everything said, and used in the usual way."""
     usual = config.rules.positions.removesuffix("/transformers")
+    films, said = config.films, config.with_(footage=None).films
+    if films is not None and said is not None and films.rule == said.rule:  # which its own file says
+        config = config.with_(footage=None)
     return config.with_(
         decoder=spelt(config.decoder),
         rules=config.rules.with_(positions=usual, vocab=config.decoder.vocab),
@@ -282,6 +285,7 @@ def _row(kin: Kin) -> Family:
         # The second generation's files under the names that its modules have by now.
         older=(("visual.", "model.visual."), ("model.", "model.language_model.")) if words == "model." else (),
         pictures=processors.QWEN_VL,
+        videos=True,
     )
 
 

@@ -15,6 +15,7 @@ from vitrail.encoders.towers import TowersConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.processing.cut import Cut
+from vitrail.processing.footage import Footage
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
@@ -35,6 +36,7 @@ class VLMConfig(Config):
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
     rules      how words and pictures become a stream
     marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
+    footage    which frames of a video are read, and how large; as Qwen's are, unless given
     """
 
     tower: TowerConfig
@@ -50,6 +52,7 @@ class VLMConfig(Config):
     newline: bool = False
     rules: Rules = Rules()
     marks: dict[str, int] = {}
+    footage: Footage | None = None
 
     def __post_init__(self) -> None:
         D, W = self.width, self.decoder.block.width
@@ -70,6 +73,8 @@ class VLMConfig(Config):
             raise ConfigError("question-fused queries read what a connector gives", "give them as `queries`")
         if isinstance(self.decoder.fusion, CrossConfig):
             raise ConfigError("cross-attention looks at pictures that are no tokens of the stream", "use another model")
+        if self.footage is not None and not isinstance(self.tower, PackedViTConfig):
+            raise ConfigError(f"{type(self.tower).__name__} reads no videos", "leave footage out")
         self._check_tower()
         self._check_stack()
         if not isinstance(self.policy, Native) and self.queries is None:
@@ -139,6 +144,14 @@ class VLMConfig(Config):
     def width(self) -> int:
         """Of the features that the tower gives."""
         return self.tower.width if isinstance(self.tower, TowersConfig) else self.tower.block.width
+
+    @property
+    def films(self) -> Footage | None:
+        """The footage, said or not; None where the tower reads no videos."""
+        if self.footage is not None or not isinstance(self.tower, PackedViTConfig):
+            return self.footage
+        rule = "qwen3-vl" if self.rules.positions == "qwen3-vl" else "qwen2-vl"
+        return Footage.usual(rule, self.tower.patch * self.tower.merge)
 
     def tokens(self, shape: Shape, questions: int = 1) -> int:
         """Soft tokens of a picture or a video, newlines included, that the decoder reads: all that so many questions

@@ -113,17 +113,17 @@ class Preprocessing:
         return to_array(self.policy.apply(load_image(picture))[0], self.mean, self.std, self.rescale)
 
 
-def said(folder: Path) -> tuple[dict[str, Any] | None, Path]:
+def said(folder: Path, name: str = FILE, part: str = "image_processor") -> tuple[dict[str, Any] | None, Path]:
     """What a folder says of its pictures, if anything, and the file: a preprocessor_config.json or, where a whole
     processor wrote it, the picture part of a processor_config.json, which goes first in transformers too. One that says
-    nothing, {}, is how a folder of ours says that nobody knows."""
+    nothing, {}, is how a folder of ours says that nobody knows. Of videos: another `name`, another `part`."""
     if (file := folder / WHOLE).is_file():
-        part = _json(file).get("image_processor")
-        if part is not None and not isinstance(part, dict):
-            raise CheckpointError(f"{file}: image_processor is no JSON object", "fetch the file again")
-        if part is not None:
-            return part, file
-    file = folder / FILE
+        found = _json(file).get(part)
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(f"{file}: {part} is no JSON object", "fetch the file again")
+        if found is not None:
+            return found, file
+    file = folder / name
     return (_json(file) if file.is_file() else None), file
 
 
@@ -138,7 +138,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def blamed(file: Path) -> Iterator[None]:
+def blamed(file: Path | str) -> Iterator[None]:
     """Whatever is wrong is an error that names the file."""
     try:
         yield

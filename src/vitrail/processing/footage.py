@@ -1,0 +1,149 @@
+"""Which frames of a video are read, and how large: arithmetic only, no pixels. As in Qwen's video processors.
+
+T temporal patches of S frames each
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.config import Config
+from vitrail.errors import CheckpointError, ConfigError, ImageError
+from vitrail.processing.cut import Size
+from vitrail.processing.resolution import Native
+
+About = dict[str, Any]
+FILE, PART = "video_preprocessor_config.json", "video_processor"
+MOST = 100_000
+"""Frames that a file may ask for: a stranger's number must not make us decode for ever."""
+
+
+class Footage(Config):
+    """
+    rule        qwen2-vl: whole temporal patches of frames, evenly from the first on; a budget of pixels is a frame's.
+                qwen3-vl: evenly from the first frame to the last; a budget is that of the whole video.
+    fps         frames a second that are read, but no fewer than min_frames, if the video has them, and no more than
+                max_frames
+    min_pixels, max_pixels  the budget
+    cap         tokens that no video passes, a tenth of them left for words (qwen2-vl), or no frame (qwen3-vl)
+    """
+
+    rule: Literal["qwen2-vl", "qwen3-vl"]
+    min_pixels: int
+    max_pixels: int
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fps < math.inf:
+            raise ConfigError(f"Footage.fps is {self.fps}", "give a number above 0")
+        for least, most in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
+            low, high = getattr(self, least), getattr(self, most)
+            if not 1 <= low <= high:
+                raise ConfigError(f"Footage: {least} {low} and {most} {high}", f"give 1 ≤ {least} ≤ {most}")
+        if self.max_frames > MOST:
+            raise ConfigError(f"Footage.max_frames is {self.max_frames:,}", f"give at most {MOST:,}")
+        if self.cap is not None and self.cap < 1:
+            raise ConfigError(f"Footage.cap is {self.cap}", "give at least one token, or leave it out")
+
+    @classmethod
+    def usual(cls, rule: Literal["qwen2-vl", "qwen3-vl"], factor: int) -> "Footage":
+        """As the models were released, for tokens of factor × factor pixels."""
+        if rule == "qwen2-vl":
+            return cls(rule=rule, min_pixels=128 * factor**2, max_pixels=768 * factor**2, cap=128_000)
+        return cls(rule=rule, min_pixels=64 * 64, max_pixels=24 * 1024**2, cap=768)
+
+    # ---- which frames ------------------------------------------------------------------------------------------
+
+    def pick(
+        self, total: int, seconds: float, temporal: int = 2, *, frames: int | None = None, fps: float | None = None
+    ) -> list[int]:
+        """Numbers of the frames that are read of a video of so many frames and seconds: `frames` of them, or `fps` a
+        second, or as the config says."""
+        if frames is not None and fps is not None:
+            raise ConfigError(f"{frames} frames, and {fps} a second", "give one of the two")
+        if fps is not None and not 0 < fps < math.inf:
+            raise ConfigError(f"{fps} frames a second", "give a number above 0")
+        if frames is not None and not 1 <= frames <= total:
+            raise ConfigError(f"{frames} frames of a video that has {total:,}", f"ask for 1 … {total:,}")
+        wanted = seconds * (fps or self.fps)
+        if self.rule == "qwen3-vl":
+            count = frames or min(max(int(wanted), self.min_frames), self.max_frames, total)
+            return np.linspace(0, total - 1, count).round().astype(int).tolist()
+        if frames is None:
+            frames = math.floor(min(max(wanted, self.min_frames), self.max_frames, total) / temporal) * temporal
+        else:
+            frames = min(round(frames / temporal), total // temporal) * temporal
+        count = frames or min(total, temporal)  # a video shorter than a temporal patch fills one
+        return [n * total // count for n in range(count)]
+
+    # ---- how large ---------------------------------------------------------------------------------------------
+
+    def size(self, frames: int, height: int, width: int, *, patch: int, merge: int, temporal: int = 2) -> Size:
+        """Height and width that so many frames of this size are brought to."""
+        factor, most = patch * merge, self.max_pixels
+        floor = int(1.05 * self.min_pixels)
+        if self.rule == "qwen2-vl":
+            if self.cap is not None:
+                most = max(min(most, int(0.9 * self.cap * factor**2) * temporal // frames), floor)
+            native = Native(patch=patch, merge=merge, min_pixels=self.min_pixels, max_pixels=max(most, factor**2))
+            return native.cut(height, width).views[0].resized
+        if self.cap is not None:
+            most = frames * max(min(self.cap * factor**2, most // frames), floor)
+        return self._shared(frames, height, width, factor, most, temporal)
+
+    def _shared(self, frames: int, height: int, width: int, factor: int, most: int, temporal: int) -> Size:
+        """Smart-resize of a whole video, rounded in float64 as the reference does."""
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > 200 * min(height, width):
+            raise ImageError(f"frames of {height}×{width} are more than 200 times longer than wide", "crop them")
+        filled = max(1, round(frames / temporal)) * temporal
+        tall, wide = (round(side / factor) * factor for side in (height, width))
+        if filled * tall * wide > most:
+            beta = math.sqrt(frames * height * width / most)
+            tall, wide = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
+        elif filled * tall * wide < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (frames * height * width))
+            tall, wide = (math.ceil(side * beta / factor) * factor for side in (height, width))
+        return tall, wide
+
+    # ---- as files say it ---------------------------------------------------------------------------------------
+
+    def told(self, about: About) -> "Footage":
+        """With what a video processor's file says; what it leaves out stays."""
+        size = about.get("size") or {}
+        if not isinstance(size, dict):
+            raise CheckpointError(
+                f"size is {size!r}", "give shortest_edge and longest_edge, in pixels of a whole video"
+            )
+        said = {key: about.get(key) for key in ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")}
+        said["min_pixels"] = said["min_pixels"] or size.get("shortest_edge")
+        said["max_pixels"] = said["max_pixels"] or size.get("longest_edge")
+        found = self.with_(**{key: value for key, value in said.items() if value is not None})
+        if about.get("cap_pixels_per_frame") is False:
+            return found.with_(cap=None)
+        return found.with_(cap=about.get("max_video_tokens") or found.cap)
+
+    def words(self) -> About:
+        """As such a file says it."""
+        return {
+            "video_processor_type": "Qwen3VLVideoProcessor" if self.rule == "qwen3-vl" else "Qwen2VLVideoProcessor",
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "fps": self.fps,
+            "min_frames": self.min_frames,
+            "max_frames": self.max_frames,
+            "do_sample_frames": True,
+            "cap_pixels_per_frame": self.cap is not None,
+            **({} if self.cap is None else {"max_video_tokens": self.cap}),
+        }
+
+
+def step_of(seconds: Sequence[float]) -> float:
+    """How long a frame is shown, of frames shown at these seconds; one alone could be shown for ever, and it is one."""
+    return (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 1.0

@@ -1,0 +1,245 @@
+"""A vision-language model ready to hand: pictures, videos and a question in, words out."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vitrail import hub
+from vitrail.errors import ConfigError, TextError
+from vitrail.generate import seen
+from vitrail.generate.sampling import GREEDY, Sampling
+from vitrail.hub.configs import find, resolve
+from vitrail.models.looking import LookingVLM, Views
+from vitrail.models.vlm import VLM, Shown, VLMConfig
+from vitrail.processing.chat import ChatTemplate, Message
+from vitrail.processing.images import load_image
+from vitrail.processing.text import Tokenizer
+from vitrail.stream import Part, Stream, build, words
+from vitrail.talker.habits import FILMED, Habit, habit_of, marks_of, template_of
+from vitrail.talker.places import film
+from vitrail.talker.said import parts_of, place, shown_of, text_part
+from vitrail.talker.videos import Video, Watched, watch
+
+USUAL = 256  # tokens of an answer, where the context has room for them
+
+
+class Prompt(NamedTuple):
+    """A conversation as a stream that ends where the answer begins, with the pictures and videos that it waits for."""
+
+    stream: Stream
+    pictures: Shown | Views | None
+    videos: Shown | None
+
+
+class Talker:
+    """`vitrail.load(folder)`, where the folder holds a VLM. Messages are transformers': a role, and a text or parts,
+    of which {"type": "image", "image": …} holds a picture, as a file or otherwise (see `load_image`), and
+    {"type": "video", "video": …} a video: a file, or a `Video`."""
+
+    def __init__(
+        self,
+        model: VLM | LookingVLM,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        habit: Habit | None = None,
+    ):
+        self.model, self.words, self.template = model.eval(), tokenizer, template
+        self.marks = marks_of(model.config, tokenizer)
+        self.tokens = {kind: tokenizer.token(id) for kind, id in self.marks.items()}  # what stands for each in a text
+        around, end = (None, None) if habit is None else (habit.around, habit.end)
+        self.before, self.after = ([], []) if around is None else ([tokenizer.id(word)] for word in around)
+        self.stops = (*tokenizer.stops, *((tokenizer.id(end),) if end in tokenizer.specials else ()))
+
+    @classmethod
+    def load(
+        cls, name_or_path: str | Path, *, template: str | None = None, device: str | torch.device | None = None
+    ) -> "Talker":
+        """On a GPU, if there is one, in half precision. `template` names a preset of `ChatTemplate`: otherwise it is
+        the folder's own or, where that has none, its family's."""
+        where, dtype = usable(device)
+        found = find(resolve(name_or_path))
+        if not issubclass(found.model, VLM | LookingVLM):
+            raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
+        if isinstance(found.config, VLMConfig) and found.config.queries is not None:
+            raise ConfigError(
+                f"{name_or_path} fuses its queries with the question, which is not done for talks",
+                "use model(batch, …)",
+            )
+        tokenizer, habit = hub.tokenizer(name_or_path), habit_of(found)
+        chosen = template_of(found, tokenizer, habit, template)
+        # The weights come last: what can be wrong is said before they are read.
+        model = hub.load(name_or_path, dtype=dtype, device=where)
+        return cls(model, tokenizer, chosen, habit)
+
+    # ---- what is asked ------------------------------------------------------------------------------------------
+
+    def ask(self, shown: Any, question: str, *, frames: int | None = None, fps: float | None = None, **how: Any) -> str:
+        """The answer to one question about a picture or video, several of them, or none ([]). They come before the
+        question, or where it says so, if the template allows it: "Is <image> larger than <image>?" Of videos so many
+        frames are read, or so many a second, or as the model's config says. `how` is what `stream` takes."""
+        return self.chat([self.turn(shown, question, frames=frames, fps=fps)], **how)
+
+    def chat(self, messages: Sequence[Message], **how: Any) -> str:
+        """The answer to a conversation of several turns, with pictures and videos in any of them."""
+        return "".join(self.stream(messages, **how)).strip()
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_new: int | None = None,
+        sampling: Sampling = GREEDY,
+        stop_strings: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The answer to a conversation, piece by piece as it is written. `max_new` tokens at most: 256, or what the
+        context has room for, unless given."""
+        stream, pictures, videos = prompt = self.prompt(messages)
+        room = self._room(prompt, 1 if max_new is None else max_new)
+        pieces = seen.stream(
+            self.model,
+            [stream],
+            pictures,
+            videos,
+            max_new=min(USUAL, room) if max_new is None else max_new,
+            sampling=sampling,
+            tokenizer=self.words,
+            stop_ids=self.stops,
+            stop_strings=stop_strings,
+        )
+        return (piece.text for piece in pieces)
+
+    def turn(self, shown: Any, question: str, *, frames: int | None = None, fps: float | None = None) -> Message:
+        """A user's message."""
+        if not isinstance(question, str) or not question.strip():
+            raise ConfigError("a question without words", "ask something")
+        parts = shown_of(shown, frames, fps)
+        said = re.split(f"({'|'.join(map(re.escape, self.tokens.values()))})", question)  # texts, places in between
+        if len(said) == 1:
+            return {"role": "user", "content": [*parts, text_part(question)]}
+        places = said[1::2]
+        if places != [self.tokens.get(part["type"]) for part in parts]:
+            there = ", ".join(part["type"] for part in parts) or "nothing"
+            raise TextError(
+                f"the question has {len(places)} places ({' '.join(places)}), and what is shown is {there}",
+                "give one for each, or leave the places out: pictures then come first",
+            )
+        content = [text_part(said[0])]
+        for part, after in zip(parts, said[2::2], strict=True):
+            content += [part, text_part(after)]
+        return {"role": "user", "content": [part for part in content if part.get("text") != ""]}
+
+    # ---- what the model reads -----------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """A conversation as the model reads it."""
+        if not messages:
+            raise TextError("a conversation without a message", "ask something")
+        every = [parts_of(message, f"messages[{n}]") for n, message in enumerate(messages)]
+        flat = [part for parts in every for part in parts]
+        # A template is shown that there is a picture, not which.
+        said = [{**one, "content": [place(part) for part in parts]} for one, parts in zip(messages, every, strict=True)]
+        ids = self._ids(said, Counter(part["type"] for part in flat))
+        images = [load_image(part["image"]) for part in flat if part["type"] == "image"]
+        films, videos = self._watched([part["video"] for part in flat if part["type"] == "video"])
+        pictures = self.model.prepare(images) if images else None
+        return Prompt(self._stream(ids, pictures, videos, films), pictures, videos)
+
+    def _ids(self, said: Sequence[Message], shown: Counter[str]) -> list[int]:
+        """The words, with a mark for everything shown."""
+        if shown["video"] and "video" not in self.marks:
+            raise ConfigError(
+                f"this {type(self.model).__name__} reads pictures and no videos",
+                f"give its frames as pictures, or use a model that does: {', '.join(FILMED)}",
+            )
+        self._check_order(said)
+        ids = self.template.encode(said, self.words, generate=True).ids
+        lead = self.words.encode("", specials=True)[:1]  # where the tokenizer begins every text with a bos
+        first = next(([id] for id in ids if id != self.marks["image"]), [])  # BLIP-2 has pictures before it
+        if lead == [self.words.bos] and first != lead:
+            ids = lead + ids
+        for kind, mark in self.marks.items():
+            if ids.count(mark) != shown[kind]:
+                what = {"image": "pictures", "video": "videos"}[kind]
+                raise TextError(
+                    f"{self.template.name} made {ids.count(mark)} places for {what} ({self.tokens[kind]}) of "
+                    f"{shown[kind]} {what}",
+                    "use a template that writes one for each, such as template='vicuna'",
+                )
+        return ids
+
+    def _watched(self, videos: Sequence[Video]) -> tuple[list[Watched], Shown | None]:
+        if not videos or not isinstance(self.model, VLM):
+            return [], None
+        films = [watch(one, self.model.config) for one in videos]
+        return films, self.model.packed([one.pixels for one in films])
+
+    def _room(self, prompt: Prompt, wanted: int) -> int:
+        """How many tokens the context has left; fewer than wanted are refused."""
+        context, held = self.model.config.decoder.context, len(prompt.stream)
+        if context - held < wanted:
+            shown = int((prompt.stream.source >= 0).sum())
+            what, less = ("pictures", "") if prompt.videos is None else ("pictures and videos", "fewer frames, ")
+            raise ConfigError(
+                f"the prompt has {held:,} tokens, {shown:,} of them for {what}, and {wanted} more pass the {context:,} "
+                "the model was made for",
+                f"ask for at most {context - held} tokens"
+                if context > held
+                else f"give fewer or smaller {what}, {less}or fewer words",
+            )
+        return context - held
+
+    def _check_order(self, said: Sequence[Message]) -> None:
+        """Refuse a template that writes pictures first where words were to come before them."""
+        marks = "|".join(map(re.escape, self.tokens.values()))
+        before = re.split(marks, self.template.render(said, generate=True))
+        waiting: list[str] = []
+        for part in (part for message in said for part in message["content"]):
+            if part["type"] == "text":
+                waiting.append(part["text"].strip())
+                continue
+            there = before.pop(0) if before else ""
+            late = next((text for text in waiting if not re.search(marks, text) and text not in there), None)
+            if late:
+                raise TextError(
+                    f"{self.template.name} writes pictures before the words {late!r}, which come before a picture",
+                    "leave the places out of the question: pictures then come first",
+                )
+            waiting = []
+
+    def _stream(
+        self, ids: list[int], pictures: Shown | Views | None, videos: Shown | None, films: Sequence[Watched]
+    ) -> Stream:
+        """The words with everything shown in its place: as tokens, or as the mark where it is looked at."""
+        config = self.model.config
+        if not isinstance(config, VLMConfig):
+            return build([words(ids)])
+        stills = iter(pictures.shapes if isinstance(pictures, Shown) else ())
+        clips = iter(zip(() if videos is None else videos.shapes, films, strict=True))
+        parts: list[Part] = []
+        start = 0
+        for at, id in enumerate(ids):
+            if id == self.marks["image"]:
+                parts += [words(ids[start:at] + self.before), config.part(next(stills)), words(self.after)]
+                start = at + 1
+            elif id == self.marks.get("video"):
+                taken, start = film(ids, start, at, *next(clips), config, self.words)
+                parts += taken
+        return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
+
+
+def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
+    """Where a model ready to hand goes, and its type there: a GPU, if there is one, in half precision."""
+    there = torch.cuda.is_available()
+    try:
+        where = torch.device(device or ("cuda" if there else "cpu"))
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"no model can run on the device {str(device)!r}", "say cpu or cuda")
+    if where.type == "cuda" and not there:
+        raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
+    return str(where), torch.bfloat16 if where.type == "cuda" else torch.float32

@@ -1,0 +1,129 @@
+"""Which frames of a video are read, and how large: against the arithmetic of transformers' video processors."""
+
+import sys
+from unittest.mock import MagicMock, patch
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vitrail.errors import CheckpointError, ConfigError, ImageError
+from vitrail.processing.footage import Footage, step_of
+
+RULES = ("qwen2-vl", "qwen3-vl")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Their processors. Only resizing itself needs torchvision: to import them, a mock of it is enough."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    names = ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")
+    with patch.dict(sys.modules, {f"torchvision{name}": MagicMock() for name in names}):
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    return {"qwen2-vl": Qwen2VLVideoProcessor(), "qwen3-vl": Qwen3VLVideoProcessor()}
+
+
+def sampled(processor, total: int, rate: float, **how) -> list[int]:
+    from transformers.video_utils import VideoMetadata
+
+    return [int(n) for n in processor.sample_frames(VideoMetadata(total_num_frames=total, fps=rate), **how)]
+
+
+@given(
+    rule=st.sampled_from(RULES),
+    total=st.integers(2, 4000),
+    rate=st.sampled_from([8.0, 24.0, 25.0, 30.0, 60.0]),
+    fps=st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 7.5]),
+)
+@example(rule="qwen3-vl", total=100_000, rate=25.0, fps=2.0)  # more than max_frames
+def test_frames_by_rate_are_theirs(theirs, rule, total, rate, fps):
+    ours = Footage.usual(rule, 28).pick(total, total / rate, fps=fps)
+    reference = sampled(theirs[rule], total, rate, fps=fps)
+    same(rule, total, ours, reference)
+
+
+@given(rule=st.sampled_from(RULES), total=st.integers(2, 3000), wanted=st.integers(1, 500))
+def test_frames_by_number_are_theirs(theirs, rule, total, wanted):
+    if rule == "qwen2-vl":
+        wanted = min(wanted + wanted % 2, total // 2 * 2)
+    wanted = min(wanted, total)
+    same(
+        rule,
+        total,
+        Footage.usual(rule, 28).pick(total, 3.0, frames=wanted),
+        sampled(theirs[rule], total, 25.0, num_frames=wanted),
+    )
+
+
+def same(rule: str, total: int, ours: list[int], reference: list[int]) -> None:
+    assert ours == sorted(ours) and 0 <= ours[0] and ours[-1] < total
+    if rule == "qwen3-vl":
+        assert ours == reference
+        return
+    # They count on in floats: where a frame's number is whole they may fall just below it, and once too often.
+    count = len(ours)
+    assert count % 2 == 0 and len(reference) in (count, count + 1)
+    for n, (mine, other) in enumerate(zip(ours, reference, strict=False)):
+        assert mine == other or (n * total % count == 0 and other == mine - 1)
+
+
+@given(
+    rule=st.sampled_from(RULES),
+    frames=st.integers(2, 800),
+    height=st.integers(1, 3000),
+    width=st.integers(1, 3000),
+    capped=st.booleans(),
+    side=st.sampled_from([2, 14, 16]),
+)
+@example(rule="qwen3-vl", frames=3, height=5, width=900, capped=True, side=14)  # thinner than a token
+def test_sizes_are_theirs(theirs, rule, frames, height, width, capped, side):
+    from transformers.image_utils import SizeDict
+
+    processor, factor = theirs[rule], 2 * side
+    if max(height, width) > 200 * min(height, width):
+        return
+    usual = Footage.usual(rule, factor)
+    size = SizeDict(shortest_edge=usual.min_pixels, longest_edge=usual.max_pixels)
+    wanted = resized(processor, frames, height, width, size, factor, capped)
+    footage = usual if capped else usual.with_(cap=None)
+    assert footage.size(frames, height, width, patch=side, merge=2) == wanted
+
+
+def resized(processor, frames: int, height: int, width: int, size, factor: int, capped: bool):
+    """The size that `resize` would bring frames to: it is the last thing it says before torchvision is called."""
+    import torch
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    with patch.object(BaseVideoProcessor, "resize", create=True) as last:
+        video = torch.empty(1, frames, 1, height, width, device="meta")
+        processor.resize(video, size, None, factor=factor, temporal_factor=2, cap_pixels_per_frame=capped)
+    found = last.call_args.kwargs["size"]
+    return found.height, found.width
+
+
+def test_videos_that_hardly_are():
+    for rule in RULES:
+        films = Footage.usual(rule, 28)
+        assert films.pick(1, 0.04) == [0]
+        assert films.pick(3, 100.0)[0] == 0 and len(films.pick(3, 100.0)) == {"qwen2-vl": 2, "qwen3-vl": 3}[rule]
+        assert films.pick(7, 0.1, frames=1) == [0] if rule == "qwen3-vl" else films.pick(7, 0.1, frames=1) == [0, 3]
+        assert films.size(1, 100, 100, patch=14, merge=2)[0] % 28 == 0
+        for wrong in ({"frames": 0}, {"frames": 8}, {"fps": 0.0}, {"fps": float("nan")}, {"frames": 2, "fps": 1.0}):
+            with pytest.raises(ConfigError):
+                films.pick(7, 1.0, **wrong)
+        with pytest.raises(ImageError, match="200 times"):
+            films.size(4, 30, 30_000, patch=14, merge=2)
+    assert step_of([1.0, 2.0, 4.0]) == 1.5 and step_of([3.0]) == 1.0
+
+
+def test_what_files_say():
+    for rule in RULES:
+        usual = Footage.usual(rule, 28)
+        assert usual.told({}) == usual == usual.told(usual.words())
+        other = usual.with_(fps=1.0, max_frames=32, min_pixels=5000, max_pixels=90_000, cap=None)
+        assert usual.told(other.words()) == other
+        assert usual.told({"min_pixels": 4000, "max_pixels": 8000}).max_pixels == 8000
+        for wrong in ({"size": 5}, {"fps": -1}, {"max_frames": 10**9}, {"min_frames": 900}, {"max_video_tokens": -3}):
+            with pytest.raises((ConfigError, CheckpointError)):
+                usual.told(wrong)

@@ -75,6 +75,11 @@ COMMANDS = {
         "Write a model of Hugging Face's, or of one file, in our own format.",
         "vitrail import llava-hf/llava-1.5-7b-hf -o out/llava",
     ),
+    "information": Command(
+        "vitrail.cli.information:information",
+        "Show what is left of pictures at every bottleneck of a model: tokens, bits, ranks, and what can be read off.",
+        "vitrail information out/codec/final --out codec.png",
+    ),
     "judge": Command(
         "vitrail.cli.judge:app",
         "Look at pictures with a detector, and measure its error where the truth is known.",
@@ -89,6 +94,11 @@ COMMANDS = {
         "vitrail.cli.rotary:rotary",
         "Draw the rotary layouts: which axis turns which channel, how fast, and what that makes near.",
         "vitrail rotary mrope mrope_interleaved --out layouts.png",
+    ),
+    "scaling": Command(
+        "vitrail.cli.scaling:app",
+        "Fit the law of scores over visual tokens, plan by it, and measure the divergence behind it.",
+        "vitrail scaling fit paper",
     ),
     "search": Command(
         "vitrail.cli.search:search",

@@ -1,0 +1,171 @@
+"""`vitrail scaling`: tables, figures and files say what the lab says."""
+
+import json
+
+import numpy as np
+import pytest
+from cyclopts import App
+from PIL import Image
+
+from helpers import randomize
+from vitrail import hub
+from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.encoders import ViT, ViTConfig
+from vitrail.errors import ConfigError, DataError, VitrailError
+from vitrail.lab.branches import branches, hidden
+from vitrail.lab.divergence import gather
+from vitrail.lab.plan import Budget, plan, pricer
+from vitrail.lab.scaling import Law, fit
+from vitrail.lab.scores import read_scores
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
+from vitrail.processing.text import Tokenizer
+
+TEXT = "the red cube and the blue ball. " * 3 + "the red ball and the blue cube, the red cube or the green ball. " * 3
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    app = App(result_action="return_value")
+    app.command("vitrail.cli.scaling:app", name="scaling")
+
+    def call(*words) -> str:
+        app(["scaling", *map(str, words)], exit_on_error=False)
+        return capsys.readouterr().out
+
+    return call
+
+
+def lines(out: str) -> dict[str, str]:
+    """First word or words → the line."""
+    return {line.split("  ")[0]: line for line in out.splitlines()}
+
+
+def test_the_paper_is_fitted_by_name(run):
+    out = run("fit", "paper", "--at", 1024)
+    law = fit(*read_scores("paper")["Overall@POPE"])
+    line = lines(out)["Overall@POPE"]
+    assert f"c {law.c:.4g}  alpha {law.alpha:.4g}" in line and f"{law.predict(1024.0).value[0]:.4g} [" in line
+    assert len(out.splitlines()) == 19
+
+
+def test_a_file_of_scores_and_all_that_comes_of_it(run, tmp_path):
+    (tmp_path / "scores.csv").write_text("n,colour,count\n1,20,9\n8,30,12\n64,40,13\n256,45,20\n512,52,14\n768,55,15\n")
+    files = ["laws.svg", "clusters.png", "gaps.svg", "laws.json"]
+    flags = ["--out", "--clusters", "--differences", "--json"]
+    chosen = [word for pair in zip(flags, files, strict=True) for word in pair]
+    out = run("fit", "scores.csv", "--form", "best", "--count", 2, "--against", "scores.csv", *chosen)
+    assert all(f"→ {name}" in out for name in files)
+    assert "colour" in (tmp_path / "laws.svg").read_text() and "count" in (tmp_path / "gaps.svg").read_text()
+    assert Image.open(tmp_path / "clusters.png").width > 600
+    told = json.loads((tmp_path / "laws.json").read_text())["laws"]
+    assert Law.read(told["colour"]) == fit([1, 8, 64, 256, 512, 768], [20, 30, 40, 45, 52, 55], "best")
+
+
+def test_points_can_be_dropped(run):
+    line = lines(run("fit", "paper-tuned", "--task", "RealWorld", "--drop", 384, "--drop", 512))["Overall@RealWorldQA"]
+    assert "c 43.5  alpha -0.00297" in line and "  8  " in line
+
+
+def test_every_figure_has_every_task(run, tmp_path):
+    run(
+        "fit", "paper", "--out", "laws.svg", "--clusters", "c.svg", "--against", "paper-tuned", "--differences", "d.svg"
+    )
+    run("plan", "paper", "--system", "smollm2-135m", "--loss", 0.1, "--out", "plan.svg")
+    for name in ("laws.svg", "c.svg", "d.svg", "plan.svg"):
+        drawn = (tmp_path / name).read_text()
+        assert all(f">{task}</text>" in drawn for task in read_scores("paper")), name
+        assert "nan" not in drawn
+
+
+def test_a_plan_is_the_labs(run, tmp_path):
+    out = run("plan", "paper", "--system", "smollm2-135m", "--loss", 0.05, "--task", "OCR", "--json", "plan.json")
+    columns = {task: column for task, column in read_scores("paper").items() if "OCR" in task}
+    laws = {task: fit(*column, "best") for task, column in columns.items()}
+    want = plan(laws, pricer("smollm2-135m"), Budget(loss=0.05))
+    assert json.loads((tmp_path / "plan.json").read_text())["choices"] == [
+        json.loads(json.dumps(c.plain())) for c in want
+    ]
+    for choice in want:
+        assert f"  {choice.tokens}  " in lines(out)[choice.task]
+
+
+def test_limits_have_units(run):
+    price = pricer("smollm2-135m")
+    at = {"--memory": price(100).memory / 1e9, "--flops": price(100).flops / 1e12, "--seconds": price(100).seconds}
+    for flag, limit in at.items():
+        line = lines(run("plan", "paper", "--system", "smollm2-135m", "--task", "ChartQA", flag, limit * (1 + 1e-9)))
+        assert "  100  " in line["Overall@ChartQA TEST"] and flag[2:] in line["Overall@ChartQA TEST"]
+
+
+def test_a_loss_that_no_budget_allows_is_told(run):
+    limit = pricer("smollm2-135m")(10).flops / 1e12
+    out = run("plan", "paper", "--system", "smollm2-135m", "--task", "TextVQA", "--flops", limit, "--loss", 0.01)
+    assert "loses more than 0.01" in out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    words = Tokenizer.train([TEXT], 270)
+    block = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=32), norm="rms")
+    config = DecoderConfig(vocab=words.size, layers=1, block=block, rotary=RotaryConfig(head_dim=8), context=64)
+    path = tmp_path_factory.mktemp("model")
+    hub.save(randomize(Decoder(config), spread=0.5), path, words)
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def test_divergence_of_a_folder(run, folder, tmp_path):
+    words = ["diverge", folder / "text.txt", "--model", folder, "--prefix", 3, "--length", 12, "--device", "cpu"]
+    out = run(*words, "--sup", "--json", "d.json", "--out", "d.svg")
+    ids = hub.tokenizer(folder).encode(TEXT)
+    want = gather(hidden(hub.load(folder), ids, branches(ids, 3, 12, 128), 3, 12))
+    told = json.loads((tmp_path / "d.json").read_text())
+    assert told["columns"]["D"] == pytest.approx(want.distance.tolist(), rel=1e-5)
+    assert told["columns"]["ψ_AA"][0] is None and told["pairs"] == want.pairs
+    assert f"{want.distance[11]:.4g}" in lines(out)["12"] and f"λ/(√2·M) {want.tightness:.3f}" in out
+    assert (np.array(told["columns"]["Υ that bounds"]) >= np.array(told["columns"]["Υ"]) - 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        (["fit", "paper", "--out", "laws.exe"], VitrailError, "exe"),
+        (["fit", "paper", "--against", "paper"], ConfigError, "go together"),
+        (["fit", "paper", "--drop", 383], ConfigError, "nothing at 383 tokens"),
+        (["fit", "paper", "--task", "poem"], ConfigError, "holds poem"),
+        (["fit", "nothing.csv"], DataError, "nothing.csv cannot be read"),
+        (["fit", "paper", "--clusters", "c.svg", "--count", 30], ConfigError, "30 clusters"),
+        (["plan", "paper", "--system", "smollm2-135m"], ConfigError, "without a budget"),
+        (["plan", "paper", "--system", "smolm2-135m", "--loss", 0.1], ConfigError, "smollm2-135m"),
+        (["diverge", "--batch", 0], ConfigError, "--batch is 0"),
+    ],
+)
+def test_what_cannot_be(run, words, kind, said):
+    with pytest.raises(kind, match=said):
+        run(*words)
+
+
+def test_a_column_without_a_law_is_named(run, tmp_path):
+    (tmp_path / "scores.csv").write_text("n,colour,count\n1,20,0\n8,30,12\n64,40,13\n256,45,20\n512,52,14\n")
+    for words in (["fit", "scores.csv"], ["plan", "scores.csv", "--system", "smollm2-135m", "--loss", 0.1]):
+        with pytest.raises(DataError, match=r"count: score 0 \(n = 1\)"):
+            run(*words)
+
+
+def test_pictures_have_no_continuations(run, tmp_path):
+    hub.save(
+        randomize(
+            ViT(
+                ViTConfig(
+                    layers=1,
+                    image=32,
+                    patch=16,
+                    block=BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=16)),
+                )
+            )
+        ),
+        tmp_path / "vit",
+    )
+    with pytest.raises(ConfigError, match="no language model"):
+        run("diverge", "--model", tmp_path / "vit")

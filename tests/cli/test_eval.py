@@ -20,7 +20,7 @@ from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.evals.contrastive import Embedder
 from vitrail.evals.suites import sets
-from vitrail.evals.viewer import Viewer, tower_of, trim
+from vitrail.evals.viewer import Viewer, bend, tower_of, trim
 from vitrail.models.clip import Contrastive
 from vitrail.nn import AttentionConfig, BlockConfig
 from vitrail.nn.mlp import PlainConfig
@@ -183,6 +183,17 @@ def test_retrieval_writes_what_was_asked_and_found(tmp_path, toy, capsys):
         low, high = score["interval"]
         assert low <= score["value"] <= high and score["of"] and "chance" in score["beside"]
         assert ", ".join([score["name"], *(f"{k} {v}" for k, v in score["part"].items())]) in printed
+
+
+def test_bent_pictures_keep_black_white_and_opacity(tmp_path):
+    picture = np.array([[[0, 128, 255, 7], [64, 64, 64, 255]]], dtype=np.uint8)
+    (dark,) = bend([picture], 0.5)
+    assert dark().tolist() == [[[0, round(255 * (128 / 255) ** np.exp(0.5)), 255, 7], [26, 26, 26, 255]]]
+    assert bend([lambda: picture], 0.0)[0]().tolist() == picture.tolist()
+    with pytest.raises(DataError, match="darker"):
+        bend([tmp_path / "ant.png"], 0.5)[0]()
+    with pytest.raises(ConfigError, match="gamma"):
+        bend([picture], 3.0)
 
 
 def test_trimmed_pictures_are_those_of_a_trimmed_collection(tmp_path, monkeypatch):

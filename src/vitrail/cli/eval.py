@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from vitrail.cli.eval_benchmark import benchmark
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
 from vitrail.cli.eval_unified import drawing, questions
 from vitrail.errors import ConfigError, DataError, nearest
@@ -14,8 +15,8 @@ Widths = Annotated[tuple[int, ...], Parameter(negative="")]
 
 app = App(
     name="eval",
-    help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions; or a "
-    "unified one: questions and drawings.",
+    help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions; a "
+    "unified one: questions and drawings; or a vision-language model: published benchmarks from their own files.",
     help_epilogue="Example: vitrail eval out/clip/final zeroshot --data cifar10",
 )
 
@@ -30,15 +31,22 @@ def evaluate(
     ----------
     model
         A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id; for a probe any model
-        with a picture tower; for questions and drawing a unified model.
+        with a picture tower; for questions and drawing a unified model; for a benchmark one that answers questions.
     suite
-        zeroshot, retrieval, probe, winoground, aro, questions or drawing.
+        zeroshot, retrieval, probe, winoground, aro, questions or drawing; with --data a benchmark, such as vqav2 or
+        pope: `vitrail eval benchmark --help` names them.
     words
         Options of the suite.
     """
+    from vitrail.evals.suites.benchmarks import BENCHMARKS
+
     known = [name for name in app if not name.startswith("-")]
+    filed = any(word.partition("=")[0] == "--data" for word in words)
+    if suite in BENCHMARKS and (filed or suite not in known):
+        app(["benchmark", suite, model, *words], result_action="return_value")
+        return
     if suite not in known:
-        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, known))
+        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, [*known, *BENCHMARKS]))
     app([suite, model, *words], result_action="return_value")  # commands are known by their first word
 
 
@@ -109,6 +117,7 @@ def retrieval(
     by_category: Annotated[bool, Parameter(negative="")] = False,
     width: Widths = (),
     trim: Annotated[bool, Parameter(negative="")] = False,
+    gamma: float = 0.0,
     common: Common = COMMON,
 ) -> None:
     """Find pictures by their captions and captions by their pictures, over the whole gallery.
@@ -138,9 +147,13 @@ def retrieval(
         Of embeddings only their first so many numbers (Matryoshka); may be repeated.
     trim
         Cut pictures to what is opaque: for a model that was trained on such (`trim = true` in its recipe).
+    gamma
+        Raise colours, in 0…1, to e^gamma before the model sees them: above 0 middle tones get darker. Shows how much of
+        an error is one of tone.
     """
     from vitrail.evals.suites import sets
     from vitrail.evals.suites.asking import Asking, ask
+    from vitrail.evals.viewer import bend
     from vitrail.evals.viewer import trim as trim_pictures
 
     embedder = open_embedder(model, common)
@@ -148,9 +161,11 @@ def retrieval(
     album = sets.album(data, limit, 2 * embedder.side if trim else embedder.side)
     if trim:
         album.pictures = trim_pictures(album.pictures, embedder.side)
+    if gamma:
+        album.pictures = bend(album.pictures, gamma)
     found = ask(embedder, album, asking)
     print(found)
-    settings = {"data": data, "limit": limit, "trim": trim, **asking._asdict(), **found.counts}
+    settings = {"data": data, "limit": limit, "trim": trim, "gamma": gamma, **asking._asdict(), **found.counts}
     show("retrieval", model, settings, found.scores, embedder, common)
 
 
@@ -241,5 +256,6 @@ def aro(
     show("aro", model, {"preset": preset} | asdict(scenes), [score], embedder, common)
 
 
+app.command(benchmark, help_epilogue="Example: vitrail eval llava-hf/llava-1.5-7b-hf pope --data coco_pope_random.json")
 app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
 app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")

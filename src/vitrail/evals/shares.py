@@ -36,8 +36,8 @@ class Share:
 @dataclass(frozen=True)
 class Score:
     """One line of a suite's table. `beside` is what can be had without the model: chance, the majority, not looking.
-    `rank` says that the value is a rank, counted from 1, and no share. `part` is what of the data or the model it is
-    for: a width, a language, a category."""
+    `rank` says that the value is a rank, counted from 1, and no share; `points` that it is a sum of points. `part` is
+    what of the data or the model it is for: a width, a language, a category."""
 
     name: str
     value: float
@@ -46,6 +46,7 @@ class Score:
     beside: Mapping[str, float] = field(default_factory=dict)
     rank: bool = False
     part: Mapping[str, str | int] = field(default_factory=dict)
+    points: bool = False
 
     @classmethod
     def counted(cls, name: str, share: Share, **beside: float) -> "Score":
@@ -70,6 +71,7 @@ class Score:
             "of": self.of,
             "beside": dict(self.beside),
             "rank": self.rank,
+            **({"points": True} if self.points else {}),
         }
 
     @property
@@ -77,4 +79,4 @@ class Score:
         return ", ".join(f"{name} {self._told(value)}" for name, value in self.beside.items())
 
     def _told(self, value: float) -> str:
-        return f"{value:.1f}" if self.rank else f"{value:.1%}"
+        return f"{value:.1f}" if self.rank or self.points else f"{value:.1%}"

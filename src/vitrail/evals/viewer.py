@@ -117,6 +117,22 @@ def _trimmed(picture: Picture, side: int) -> Source:
     return trimmed(source, side)
 
 
+def bend(pictures: Sequence[Picture], gamma: float) -> list[Picture]:
+    """Pictures whose colours, in 0…1, are raised to e^gamma as they are looked at: above 0 middle tones get darker."""
+    if not -2 <= gamma <= 2:
+        raise ConfigError(f"a gamma of {gamma:g}", "give −2 … 2")
+    return [partial(_bent, picture, gamma) for picture in pictures]
+
+
+def _bent(picture: Picture, gamma: float) -> Source:
+    source = picture() if callable(picture) else picture
+    if not isinstance(source, np.ndarray) or source.dtype != np.uint8 or source.ndim != 3:
+        raise DataError("only pictures of a source or a folder can be made darker or lighter", "leave --gamma out")
+    colours, rest = source[..., :3], source[..., 3:]
+    table = np.round(255 * (np.arange(256) / 255) ** np.exp(gamma)).astype(np.uint8)
+    return np.concatenate([table[colours], rest], -1)
+
+
 def finite(x: Tensor) -> Tensor:
     if not x.isfinite().all():
         raise CheckpointError("the model's embeddings are not finite", "are its weights whole?")

@@ -214,6 +214,98 @@ def mme_table(root: Path) -> Made:
     return Made(path, {}, (path,))
 
 
+def refcoco(root: Path) -> Made:
+    write(root / "train2014" / "COCO_train2014_000000000009.jpg", png())
+    shared = {"file_name": "COCO_train2014_000000000009.jpg", "height": 6, "width": 8, "original_id": 9}
+    said = [shared | {"id": 0, "caption": "left card"}, shared | {"id": 1, "caption": "the other one"}]
+    meant = [{"id": n, "image_id": n, "bbox": [n, 1, 3, 2], "area": 6.0, "category_id": 1} for n in range(2)]
+    file = {"info": [], "images": said, "annotations": meant, "categories": [{"id": 1, "name": "object"}]}
+    path = write(root / "finetune_refcoco_val.json", file)
+    return Made(path, {"pictures": root / "train2014"}, (path,))
+
+
+def chartqa(root: Path) -> Made:
+    write(root / "png" / "417.png", png())
+    rows = [{"imgname": "417.png", "query": "How many bars?", "label": "14"}]
+    path = write(root / "test_human.json", rows)
+    return Made(path, {"pictures": root / "png"}, (path,))
+
+
+def docvqa(root: Path) -> Made:
+    write(root / "documents" / "pybv0228_81.png", png())
+    row = {
+        "questionId": 49153,
+        "question": "What is the total?",
+        "question_types": ["table/list"],
+        "image": "documents/pybv0228_81.png",
+        "docId": 14465,
+        "answers": ["$975.00", "975.00"],
+        "data_split": "val",
+    }
+    path = write(root / "val_v1.0.json", {"dataset_name": "docvqa", "dataset_split": "val", "data": [row]})
+    return Made(path, {}, (path,))
+
+
+def ocrbench(root: Path) -> Made:
+    write(root / "IIIT5K" / "1.png", png())
+    row = {"image_path": "IIIT5K/1.png", "question": "what is written?", "type": "Regular Text Recognition"}
+    rows = [
+        row | {"dataset_name": "IIIT5K", "answers": "CENTRE", "id": 0},
+        row | {"dataset_name": "HME100k", "answers": ["x ^ 2"], "id": 1},
+    ]
+    path = write(root / "OCRBench.json", rows)
+    return Made(path, {}, (path,))
+
+
+def hallusion(root: Path) -> Made:
+    write(root / "VS" / "chart" / "0_1.png", png())
+    write(root / "VD" / "figure" / "0_0.png", png())
+    columns = ("category", "subcategory", "visual_input", "figure_id", "question", "gt_answer", "filename")
+    table = [
+        ("VS", "chart", "0", "0", "More?", "1", None),
+        ("VS", "chart", "1", "1", "More?", "0", "./VS/chart/0_1.png"),
+        ("VD", "figure", "1", "0", "Equal?", "1", "./VD/figure/0_0.png"),
+    ]
+    shared = {"set_id": "0", "question_id": "0", "sample_note": "", "gt_answer_details": "It is so."}
+    rows = [shared | dict(zip(columns, cells, strict=True)) for cells in table]
+    path = write(root / "HallusionBench.json", rows)
+    return Made(path, {}, (path,))
+
+
+def winoground(root: Path) -> Made:
+    for number in range(2):
+        write(root / "images" / f"ex_0_img_{number}.png", png())
+    row = {
+        "id": 0,
+        "image_0": "ex_0_img_0",
+        "image_1": "ex_0_img_1",
+        "caption_0": "an old person kisses a young person",
+        "caption_1": "a young person kisses an old person",
+        "tag": "Adjective-Age",
+        "num_main_preds": 1,
+        "collapsed_tag": "Object",
+    }
+    path = write(root / "examples.jsonl", lines([row]))
+    return Made(path, {"pictures": root / "images"}, (path,))
+
+
+def aro(root: Path) -> Made:
+    write(root / "images" / "2328.jpg", png(size=(12, 10)))
+    row = {
+        "image_id": "2328",
+        "image_path": "2328.jpg",
+        "true_caption": "the cat is on the mat",
+        "false_caption": "the mat is on the cat",
+        "relation_name": "on",
+        "bbox_x": 1,
+        "bbox_y": 2,
+        "bbox_w": 8,
+        "bbox_h": 6,
+    }
+    path = write(root / "visual_genome_relation.json", [row, row | {"relation_name": "behind"}])
+    return Made(path, {"pictures": root / "images"}, (path,))
+
+
 def images(root: Path) -> Made:
     folder = root / "classes"
     for name in ("dog/2.png", "dog/10.png", "cat/1.png"):
@@ -248,6 +340,13 @@ MAKERS = {  # name → its kind, and who writes it
     "mmbench": ("mmbench", mmbench),
     "mme": ("mme", mme),
     "mme-table": ("mme", mme_table),
+    "refcoco": ("refcoco", refcoco),
+    "chartqa": ("chartqa", chartqa),
+    "docvqa": ("docvqa", docvqa),
+    "ocrbench": ("ocrbench", ocrbench),
+    "hallusion": ("hallusion", hallusion),
+    "winoground": ("winoground", winoground),
+    "aro": ("aro", aro),
     "images": ("images", images),
     "images-metadata": ("images", images_metadata),
     "images-csv": ("images", images_csv),

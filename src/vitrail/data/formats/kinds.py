@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vitrail.data.formats.coco import open_captions, open_instances
+from vitrail.data.formats.documents import open_chartqa, open_docvqa, open_ocrbench
 from vitrail.data.formats.files import decode, read_bytes
 from vitrail.data.formats.folders import METADATA, PICTURES, VIDEOS, open_images, open_videos
+from vitrail.data.formats.hallusion import open_hallusion
 from vitrail.data.formats.llava import open_llava
+from vitrail.data.formats.pairs import open_aro, open_winoground
 from vitrail.data.formats.questions import open_gqa, open_textvqa, open_vqa
+from vitrail.data.formats.refer import open_refcoco
 from vitrail.data.formats.sample import Samples
 from vitrail.data.formats.tables import open_mmbench
 from vitrail.data.formats.yesno import SPLITS, open_mme, open_pope
@@ -30,11 +34,18 @@ class Kind(NamedTuple):
 # JSON lines; `|column` of a table; `/…` of a folder. The first row that fits wins.
 KINDS: dict[str, Kind] = {
     "llava": Kind(open_llava, ("[].conversations",)),
+    "refcoco": Kind(open_refcoco, ("images annotations images.caption annotations.bbox",)),
     "coco-captions": Kind(open_captions, ("images annotations annotations.caption",)),
     "coco-instances": Kind(open_instances, ("images annotations categories annotations.bbox",)),
     "vqa": Kind(open_vqa, ("questions questions.question questions.image_id",)),
     "textvqa": Kind(open_textvqa, ("data data.question data.image_id",)),
     "gqa": Kind(open_gqa, ("*.question *.imageId",)),
+    "docvqa": Kind(open_docvqa, ("data data.questionId data.question data.image",)),
+    "chartqa": Kind(open_chartqa, ("[].imgname [].query [].label",)),
+    "ocrbench": Kind(open_ocrbench, ("[].image_path [].question [].answers",)),
+    "hallusion": Kind(open_hallusion, ("[].visual_input [].figure_id [].gt_answer",)),
+    "winoground": Kind(open_winoground, ("[].image_0 [].image_1 [].caption_0 [].caption_1",)),
+    "aro": Kind(open_aro, ("[].image_path [].true_caption [].false_caption",)),
     "pope": Kind(open_pope, ("[].question_id [].image [].text [].label", "/pope")),
     "mmbench": Kind(open_mmbench, ("|index |question |image |A |B",)),
     "mme": Kind(open_mme, ("|index |question |image |answer", "/questions")),

@@ -131,6 +131,11 @@ class Samples(Sequence[Sample]):
         skipped = ", ".join(f"{count:,} {what}" for what, count in self.skipped.items())
         return f"<{len(self):,} samples of {self.path} ({self.kind}{'; skipped ' + skipped if skipped else ''})>"
 
+    def only(self, rows: Iterable[int]) -> Samples:
+        """Some of the samples, by number."""
+        some = [self._rows[row] for row in rows]
+        return Samples(self.kind, self.path, some, self._make, names=self.names, skipped=self.skipped)
+
     def check(self) -> None:
         """Make every sample once, so that a missing picture is known before a long run; says how many cannot be."""
         broken: list[VitrailError] = []

@@ -1,4 +1,4 @@
-"""Measures of pictures and codes as pure functions, with intervals."""
+"""Measures as pure functions, with intervals: of pictures and codes, here; of words, in a module each."""
 
 from vitrail.evals.metrics.codes import Use, bits_per_pixel, codebook_use, times_smaller
 from vitrail.evals.metrics.compare import compare

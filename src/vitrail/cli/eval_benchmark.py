@@ -1,0 +1,106 @@
+"""`vitrail eval MODEL vqav2 --data FILE`: published benchmarks, asked from their own files."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from vitrail.cli.eval_common import COMMON, Common, device_of, tell
+
+
+def benchmark(
+    name: str,
+    model: str,
+    /,
+    *,
+    data: Path,
+    pictures: Path | None = None,
+    annotations: Path | None = None,
+    instances: Path | None = None,
+    synonyms: Path | None = None,
+    limit: int | None = None,
+    prompt: str | None = None,
+    blind: Annotated[bool, Parameter(negative="--no-blind")] = True,
+    circular: Annotated[bool, Parameter(negative="")] = False,
+    mode: str | None = None,
+    boxes: str | None = None,
+    tokenizer: str | None = None,
+    meteor: Annotated[bool, Parameter(negative="")] = False,
+    max_new: int | None = None,
+    template: str | None = None,
+    answers: Path | None = None,
+    common: Common = COMMON,
+) -> None:
+    """Ask the questions of a published benchmark, and score the answers as it does.
+
+    Parameters
+    ----------
+    name
+        vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, pope, mme, hallusionbench, mmbench, winoground, aro, captions,
+        chair or refcoco.
+    model
+        A vision-language model or a unified one: a folder or a hub id.
+    data
+        The benchmark's own file, or folder (POPE's three files, MME).
+    pictures
+        The folder that its pictures lie in; beside the file unless said.
+    annotations
+        VQAv2's answers, which are a file of their own.
+    instances
+        COCO's instances, for CHAIR.
+    synonyms
+        For CHAIR: a line a thing, its name and synonyms apart by commas.
+    limit
+        Samples at most, drawn alike from all; where several are scored together (both questions about a picture of
+        MME, all orders of a choice), so many of those.
+    prompt
+        Instead of the benchmark's own: {question}, {choices} and {hint} stand for the sample's.
+    blind
+        Ask everything again without pictures, and put that beside.
+    circular
+        Multiple choice: ask in every order that turning the options round gives; right is what is right in all.
+    mode
+        Of POPE: pope, lmms-eval or vlmevalkit, which read and count differently.
+    boxes
+        How the model writes boxes: qwen-vl, qwen2.5-vl, qwen3-vl, internvl, llava or pixels.
+    tokenizer
+        Of captions: plain, or ptb, COCO's own, which needs Java.
+    meteor
+        Also METEOR, which needs Java.
+    max_new
+        Tokens of an answer at most.
+    template
+        A chat template by name instead of the folder's own.
+    answers
+        A file that every answer is added to as it comes. What it holds already of the same model, by name, is not
+        asked again.
+    """
+    from PIL import Image
+
+    from vitrail.evals.suites import benchmarks
+    from vitrail.evals.suites.answered import answers as ask
+    from vitrail.studio import load, talks
+
+    row = benchmarks.benchmark(name)
+    where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "instances": instances}
+    scored: dict[str, Any] = {"mode": mode, "boxes": boxes, "tokenizer": tokenizer, "synonyms": synonyms}
+    where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
+    scored |= {"meteor": True} if meteor else {}
+    row.check(scored)
+    samples = row.read(data, limit=limit, circular=circular, **where)
+    row.question(samples[0], prompt)  # one that cannot be filled in is said before the weights are read
+    asker = load(model, template=template, device=device_of(common))
+    how: dict[str, Any] = {} if max_new is None else {"max_new": max_new}
+    # A unified model has to see something.
+    how |= {
+        "keep": answers,
+        "model": model if template is None else f"{model} ({template})",
+        "nothing": [] if talks(model) else Image.new("RGB", (64, 64), "grey"),
+    }
+    said = ask(asker, samples, lambda sample: row.question(sample, prompt), **how)
+    unseen = ask(asker, samples, lambda sample: row.question(sample, prompt), blind=True, **how) if blind else None
+    scores = row.score(samples, said, unseen, **scored)
+    settings = {"data": data, "prompt": prompt or row.prompt, "limit": limit, "circular": circular, "max_new": max_new}
+    settings = {**settings, **where, **scored}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    tell(name, model, plain, scores, common)

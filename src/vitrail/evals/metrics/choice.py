@@ -1,0 +1,60 @@
+"""Multiple choice: which option an answer means, options turned round, and choosing by likelihood.
+
+C options
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from vitrail.errors import DataError
+
+_LEADS = re.compile(r"(?:answer|option|choice)(?:\s+is)?\s*:?\s*[(\[*]*([A-Z])\b(?![’'])", re.IGNORECASE)
+
+
+def letter(answer: str, choices: Mapping[str, str]) -> str | None:
+    """The letter of the option that an answer means, or None if it cannot be told. In this order: the letter alone or
+    before a mark (B, (B), B. red), "the answer is B", the text of an option, one letter among the words, the text of
+    one option within the answer."""
+    text = answer.strip().strip("*")
+    start = re.match(r"[(\[]?([A-Z])(?:[)\].:,]|\s*$)", text)
+    if start and start[1] in choices:
+        return start[1]
+    if re.fullmatch(r"[(\[]?[a-z][)\].:]?", text) and (small := text.strip("()[].:").upper()) in choices:
+        return small
+    if (led := _LEADS.search(text)) and led[1].upper() in choices and (led[1].isupper() or led.end() == len(text)):
+        return led[1].upper()
+    plain = {name: _plain(option) for name, option in choices.items()}
+    said = _plain(text)
+    same = [name for name, option in plain.items() if option == said]
+    if len(same) == 1:
+        return same[0]
+    words = re.findall(r"[^\s.()\[\],:;!*#{}]+", text)
+    # A is also an article: it counts only where no word follows.
+    single = {w for n, w in enumerate(words) if w in choices and (w not in "AI" or n == len(words) - 1)}
+    if len(single) == 1:
+        return single.pop()
+    within = [name for name, option in plain.items() if option and f" {option} " in f" {said} "]
+    return within[0] if len(within) == 1 else None
+
+
+def turned(choices: Mapping[str, str], right: str, by: int) -> tuple[dict[str, str], str]:
+    """The options moved on by so many letters, and the letter that is right then."""
+    letters, texts = list(choices), list(choices.values())
+    if right not in choices:
+        raise DataError(f"the answer {right!r} is none of {', '.join(letters)}", "mend the file")
+    by %= len(letters)
+    moved = dict(zip(letters, texts[-by:] + texts[:-by] if by else texts, strict=True))
+    return moved, letters[(letters.index(right) + by) % len(letters)]
+
+
+def likeliest(logprobs: Sequence[float], lengths: Sequence[int] | None = None) -> int:
+    """The number of the option whose words the model finds likeliest: by their summed log-probability, or by its mean
+    over `lengths` (tokens, or characters as lm-eval's acc_norm has it). The first of equals."""
+    if not logprobs or (lengths is not None and (len(lengths) != len(logprobs) or min(lengths) < 1)):
+        raise DataError(f"{len(logprobs)} likelihoods of options of lengths {lengths}", "give one of each option")
+    values = logprobs if lengths is None else [p / n for p, n in zip(logprobs, lengths, strict=True)]
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _plain(text: str) -> str:
+    return " ".join(re.findall(r"[^\W_]+", text.lower()))

@@ -1,0 +1,69 @@
+"""`vitrail eval MODEL pope --data FILE`: what is asked, shown, written and kept."""
+
+import json
+
+import pytest
+
+from data.formats.conftest import MAKERS
+from vitrail.cli.eval import app
+from vitrail.errors import VitrailError
+
+
+class Toy:
+    """Sees a card in every picture, and takes nothing for a no."""
+
+    def ask(self, pictures, question, **how):
+        self.how = how
+        return "no" if (isinstance(pictures, list) and not pictures) or "dog" in question else "yes"
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    made = Toy()
+    monkeypatch.setattr("vitrail.studio.load", lambda *_, **__: made)
+    monkeypatch.setattr("vitrail.studio.talks", lambda _: True)
+    return made
+
+
+def run(*words) -> None:
+    app([str(word) for word in words], result_action="return_value")
+
+
+def test_pope(tmp_path, toy, capsys):
+    made, out, kept = MAKERS["pope"][1](tmp_path), tmp_path / "scores.json", tmp_path / "answers.jsonl"
+    where = ("--data", made.path, "--pictures", made.options["pictures"])
+    run("folder", "pope", *where, "--out", out, "--answers", kept, "--max-new", 8, "--device", "cpu")
+    told = capsys.readouterr().out
+    assert "accuracy, split popular" in told and "always yes 50.0%, blind 50.0%" in told
+    assert toy.how == {"max_new": 8} and len(kept.read_text().splitlines()) == 12
+    found = json.loads(out.read_text())
+    assert (found["suite"], found["model"]) == ("pope", "folder") and found["prompt"].startswith("{question}")
+    assert found["scores"][0]["value"] == 1 and found["scores"][0]["beside"] == {"always yes": 0.5, "blind": 0.5}
+    run("folder", "pope", *where, "--no-blind", "--mode", "lmms-eval", "--limit", 3)
+    assert "of 3 " in capsys.readouterr().out
+
+
+def test_names_shared_with_suites_of_scenes(tmp_path, toy, capsys):
+    made = MAKERS["winoground"][1](tmp_path)
+    run("folder", "winoground", f"--data={made.path}", "--pictures", made.options["pictures"])
+    assert "chance 6.2%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("popes",), "did you mean 'pope'"),
+        (("pope", "--data", "nowhere.json"), "nowhere.json does not exist"),
+        (("pope", "--data", "{data}", "--boxes", "llava"), "pope has no option 'boxes'"),
+        (("pope", "--data", "{data}", "--circular"), "no multiple choice"),
+        (("pope", "--data", "{data}", "--annotations", "x.json"), "has no option 'annotations'"),
+        (("chair", "--data", "{data}"), "cannot be scored without synonyms"),
+        (("pope", "--data", "{data}", "--prompt", "{nope}"), "cannot be filled in"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, toy, words, said):
+    made = MAKERS["pope"][1](tmp_path)
+    data = [word.replace("{data}", str(made.path)) for word in words]
+    pictures = ("--pictures", made.options["pictures"]) if len(words) > 1 else ()
+    with pytest.raises(VitrailError, match=said):
+        run("folder", *data, *pictures)

@@ -1,0 +1,205 @@
+"""Published benchmarks from tiny files in their own formats: what is asked, and what answers score."""
+
+import json
+
+import pytest
+
+from data.formats.conftest import MAKERS, png, tsv, write
+from vitrail.errors import ConfigError, DataError
+from vitrail.evals.metrics.chair import Things
+from vitrail.evals.suites.answered import answers
+from vitrail.evals.suites.benchmarks import BENCHMARKS, benchmark
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def read(name, **options):
+        row = benchmark(name)
+        made = MAKERS[row.format][1](tmp_path)
+        if name == "chair":
+            options["instances"] = MAKERS["coco-instances"][1](tmp_path).path
+        return row, row.read(made.path, **made.options, **options)
+
+    return read
+
+
+def values(scores):
+    return {score.title: score.value for score in scores}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_right_answers_are_right_and_wrong_ones_wrong(opened, name):
+    row, samples = opened(name)
+    # POPE's own reading takes whatever denies nothing for a yes.
+    options = {"chair": {"synonyms": Things([["card"], ["dog"], ["person"]])}, "pope": {"mode": "vlmevalkit"}}
+    how = options.get(name, {})
+    if name == "gqa":
+        samples = samples.only([0])  # the other's answer is not known
+    if name == "refcoco":
+        boxes = [[1000 * x / side for x, side in zip(s.instances[0].box, (8, 6, 8, 6), strict=True)] for s in samples]
+        right = [json.dumps({"bbox_2d": box}) for box in boxes]
+    else:
+        right = [(sample.answers or sample.captions)[0] for sample in samples]
+    best, worst = row.score(samples, right, **how), row.score(samples, ["zzz"] * len(samples), blind=right, **how)
+    first = "CIDEr" if name == "captions" else best[0].title
+    assert values(best)[first] > values(worst)[first] or name == "chair"
+    if name == "chair":
+        assert values(best) == values(worst) == {"CHAIR_i": 0, "CHAIR_s": 0}
+        wrong = row.score(samples, ["a dog and a card", "a dog"], **how)
+        assert values(wrong) == {"CHAIR_i": 1 / 3, "CHAIR_s": 1 / 2}  # no dog is in the second
+    elif name not in ("captions", "mme"):
+        assert values(best)[first] == 1 and values(worst)[first] == 0
+    found = {score.title: score.beside.get("blind") for score in worst}
+    assert found[first] == values(best)[first]  # blind answers stand beside, scored alike
+    assert all(score.interval[0] <= score.value <= score.interval[1] for score in best + worst)
+    assert all(row.question(sample) for sample in samples)
+
+
+def test_what_is_asked(opened):
+    row, samples = opened("mmbench")
+    text = "A hint\nWhich colour?\nA. teal\nB. red\nAnswer with the option's letter from the given choices directly."
+    assert row.question(samples[0]) == text
+    assert row.question(samples[0], "{question} ({choices})") == "Which colour? (A. teal\nB. red)"
+    with pytest.raises(ConfigError, match=r"it may use \{question\}"):
+        row.question(samples[0], "{quest}")
+    row, samples = opened("refcoco")
+    assert row.question(samples[0]).startswith('Locate "left card"') and '{"bbox_2d"' in row.question(samples[0])
+
+
+def test_circular(opened):
+    row, samples = opened("mmbench", circular=True)
+    assert [(s.id, s.answers[0]) for s in samples] == [
+        ("241", "A"), ("241+1", "B"), ("252", "D"), ("252+1", "A"), ("252+2", "B"), ("252+3", "C"),
+    ]  # fmt: skip
+    assert [s.choices[s.answers[0]] for s in samples] == ["teal"] * 2 + ["both"] * 4
+    right = [s.answers[0] for s in samples]
+    found = row.score(samples, [*right[:5], "A"])  # one of six orders wrong: one of two questions
+    assert values(found)["circular accuracy"] == 0.5 and values(found)["accuracy"] == pytest.approx(5 / 6)
+    assert found[0].beside["chance"] == pytest.approx((1 / 2**2 + 1 / 4**4) / 2)
+    constant = row.score(samples, ["A"] * 6)
+    assert values(constant)["circular accuracy"] == 0 and values(constant)["accuracy"] == pytest.approx(2 / 6)
+    assert values(row.score(samples, ["who knows"] * 6))["no option"] == 1
+
+
+@pytest.mark.parametrize(("name", "left"), [("mmbench", (2, 4)), ("winoground", (4,)), ("mme", (2,)), ("vqav2", (1,))])
+def test_a_limit_keeps_what_is_scored_together(opened, name, left):
+    _, samples = opened(name, limit=1, **({"circular": True} if name == "mmbench" else {}))
+    assert len(samples) in left
+    assert len({sample.notes.get("circle") for sample in samples}) == 1
+    with pytest.raises(ConfigError, match="a limit of 0"):
+        opened(name, limit=0)
+
+
+def test_orders_in_the_file(tmp_path):
+    """MMBench's own files hold a question's orders 1,000,000 apart; another question of such a number is another."""
+    import base64
+
+    picture = base64.b64encode(png()).decode()
+    rows = [
+        ["index", "question", "A", "B", "answer", "image"],
+        ["7", "Which?", "x", "y", "A", picture],
+        ["1000007", "Which?", "y", "x", "B", picture],
+        ["2000007", "What else?", "y", "x", "B", picture],
+    ]
+    row = benchmark("mmbench")
+    samples = row.read(write(tmp_path / "m.tsv", tsv(rows)))
+    found = row.score(samples, ["A", "A", "B"])
+    assert found[0].name == "circular accuracy" and (found[0].value, found[0].of) == (0.5, 2)
+
+
+def test_pope_modes(opened):
+    row, samples = opened("pope")
+    said = ["Yes, there is.", "no"] * 3
+    found = {mode: values(row.score(samples, said, mode=mode)) for mode in ("pope", "lmms-eval", "vlmevalkit")}
+    assert found["pope"]["accuracy, split popular"] == found["vlmevalkit"]["F1, split random"] == 1
+    assert found["lmms-eval"]["accuracy"] == 0.5 and found["lmms-eval"]["F1"] == 0  # and the splits are one
+    guessed = row.score(samples, said)[0].beside["always yes"]
+    assert guessed == 0.5
+    with pytest.raises(ConfigError, match="did you mean 'lmms-eval'"):
+        row.score(samples, said, mode="lmmseval")
+    with pytest.raises(ConfigError, match="pope has no option 'boxes'"):
+        row.score(samples, said, boxes="llava")
+
+
+def test_mme(opened):
+    row, samples = opened("mme")
+    assert [s.id for s in samples] == ["OCR/02/0", "OCR/02/1", "count/01/0", "count/01/1"]
+    found = row.score(samples, ["Yes, it is", "No.", "yes", "yes"])
+    told = values(found)
+    assert told["acc, category count"] == 0.5 and told["acc+, category count"] == 0 and told["acc, category OCR"] == 1
+    assert told["perception"] == 250 and found[0].points and "cognition" not in told
+    assert str(found[0]).startswith("250.0 [") and found[0].plain["points"]
+
+
+def test_hallusion(opened):
+    row, samples = opened("hallusionbench")
+    told = values(row.score(samples, ["yes", "yes", "yes"]))
+    assert told == pytest.approx({"aAcc": 2 / 3, "fAcc": 1 / 2, "qAcc": 1 / 2})  # the figure that is none is left out
+
+
+def test_winoground(opened):
+    row, samples = opened("winoground")
+    assert [len(s.pictures) for s in samples] == [1, 1, 2, 2]
+    assert values(row.score(samples, ["A", "B", "A", "A"])) == {"text": 1, "image": 0, "group": 0}
+    assert row.score(samples, ["A"] * 4)[2].beside == {"chance": 1 / 16, "majority": 0}
+
+
+def test_one_picture_leaves_everything_open(opened):
+    row, samples = opened("pope")
+    assert row.score(samples, ["yes"] * 6)[0].interval == (0, 1)
+    row, samples = opened("mme")
+    assert row.score(samples.only([0, 1]), ["yes", "no"])[0].interval == (0, 200)
+
+
+def test_compare(opened):
+    row, samples = opened("vqav2")
+    found = row.compare(samples, ["card"] * 3, ["card", "dog", "dog"])
+    assert found.difference == pytest.approx(2 / 3) and found.only == (2, 0)
+    with pytest.raises(ConfigError, match="no value for every sample"):
+        opened("chair")[0].compare(samples, [], [])
+
+
+def test_what_does_not_fit_is_said(opened):
+    row, samples = opened("gqa")
+    with pytest.raises(DataError, match="the answer to '07333408' is not known"):
+        row.score(samples, ["no", "no"])
+    with pytest.raises(DataError, match="1 answers to 2 samples"):
+        opened("docvqa")[0].score([samples[0]] * 2, ["no"])
+    with pytest.raises(ConfigError, match="did you mean 'vqav2'"):
+        benchmark("vqa2")
+    with pytest.raises(ConfigError, match="cannot be scored without synonyms"):
+        opened("chair")[0].check({})
+    with pytest.raises(ConfigError, match="no multiple choice"):
+        opened("pope", circular=True)
+
+
+class Toy:
+    """Answers with how many pictures it saw."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, pictures, question, **how):
+        self.asked.append(question)
+        return f"{len(pictures) if isinstance(pictures, list | tuple) else 1} pictures"
+
+
+def test_answers_are_kept(opened, tmp_path):
+    row, samples = opened("winoground")
+    keep, toy = tmp_path / "kept" / "answers.jsonl", Toy()
+    how = {"keep": keep, "model": "toy"}
+    said = answers(toy, samples.only([0, 2]), row.question, **how)
+    assert said == ["1 pictures", "2 pictures"]
+    again = answers(toy, samples, row.question, **how)
+    assert again == ["1 pictures", "1 pictures", "2 pictures", "2 pictures"] and len(toy.asked) == 4
+    assert answers(toy, samples, row.question, blind=True, nothing=[], **how) == ["0 pictures"] * 4
+    assert answers(toy, samples, row.question, keep=keep, model="other")[0] == "1 pictures" and len(toy.asked) == 12
+    assert answers(toy, samples, row.question, max_new=3, **how)[0] == "1 pictures" and len(toy.asked) == 16
+    assert len(keep.read_text().splitlines()) == 16
+
+    class Each(Toy):
+        def ask(self, pictures, question, **how):
+            return ["one", "each"]
+
+    with pytest.raises(ConfigError, match="0/image/0 shows 2 pictures"):
+        answers(Each(), samples.only([2]), row.question)

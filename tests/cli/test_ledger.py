@@ -9,9 +9,12 @@ import pytest
 from cyclopts import App
 from PIL import Image
 
+from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.presets import DECODERS
 from vitrail.errors import CheckpointError, ConfigError, VitrailError
+from vitrail.hub import save
 from vitrail.lab.ledger import PRESETS, ledger
+from vitrail.lab.measure import SIZES
 from vitrail.show.ledger import si, tokens
 
 
@@ -218,3 +221,44 @@ def test_a_wrong_vitrail_json_is_named(run, tmp_path, about, says):
     with pytest.raises(VitrailError, match=says) as caught:
         run("mine")
     assert "vitrail.json" in caught.value.problem
+
+
+def test_whole_systems(run, tmp_path):
+    out = run("llava-1.5-7b", "genie-11b", "--all", "--device", "orin", "--json", "all.json")
+    weighs, works, orin, notes = out.split("\n\n")
+    assert re.split(r"\s{2,}", weighs.splitlines()[1])[:7] == [
+        "llava-1.5-7b", "answer", "7.06 B", "7.06 B", "14.1 GB", "576", "1,152",
+    ]  # fmt: skip
+    assert weighs.splitlines()[2].split()[-3:] == ["–"] * 3 and works.startswith("FLOPs of an output")
+    said = json.loads((tmp_path / "all.json").read_text())
+    llava, genie = said["systems"]
+    assert [one["name"] for one in (llava, genie)] == ["llava-1.5-7b", "genie-11b"]
+    hz = llava["reach"]["orin"][str(llava["own"])]["hz"]
+    assert f"{hz:.3g}" in orin.splitlines()[1] and said["devices"]["orin"]["memory"] == 64e9
+    assert "parameters alone are told of tokenizer, latent actions" in notes
+
+
+def test_the_page_shows_systems_as_the_command_does(run):
+    """Some stand for all, which take seconds; columns are as wide as all of them need."""
+    page = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text().splitlines()
+    shown = [re.split(r"\s{2,}", line) for line in page]
+    some = ("llava-1.5-7b", "openvla-7b", "um3-1.5b", "gaia-1", "cosmos-2-2b")
+    weighs, _, h200, *_ = run(*some, "--all", "--device", "h200").split("\n\n")
+    for line in (*weighs.splitlines()[1:], *h200.splitlines()[1:]):
+        assert re.split(r"\s{2,}", line) in shown
+
+
+def test_floors_beside_the_clock(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "cpu", (64, 2**16))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    save(Decoder(DECODERS["stories15m"].with_(layers=1, vocab=40)), tmp_path / "tiny")
+    out = run("tiny", "--measure", "--context", 8, "--dtype", "float32", "--json", "m.json")
+    assert [line.split("  ")[0] for line in out.splitlines()[1:3]] == ["tiny", "tiny"]
+    said = json.loads((tmp_path / "m.json").read_text())
+    for one in said["passes"]:
+        floor = max(one["flops"] / said["device"]["flops"], one["bytes"] / said["device"]["bandwidth"])
+        assert one["floor"] == pytest.approx(floor) and one["ratio"] == pytest.approx(one["seconds"] / floor)
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        run("--measure")
+    with pytest.raises(ConfigError, match="float8"):
+        run("tiny", "--measure", "--dtype", "float8")

@@ -56,7 +56,7 @@ def test_235_billion_cost_neither_memory_nor_patience():
     started = time.perf_counter()
     found = ledger("qwen3-235b-a22b", devices=tuple(DEVICES))
     assert time.perf_counter() - started < 4
-    assert [floor.needed for floor in found.floors] == [4, 6, 6, 20]
+    assert [floor.needed for floor in found.floors] == [4, 6, 6, 20, 8]
     assert all(floor.fitting == 0 for floor in found.floors)
 
 
@@ -158,7 +158,7 @@ def test_text_towers_and_pairs():
         ({"model": "Qwen3-4B"}, "did you mean 'qwen3-4b'"),
         ({"model": "?"}, "`vitrail ledger` lists"),
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
-        ({"devices": ["abacus"]}, "known: h200, h100, a100, rtx4090"),
+        ({"devices": ["abacus"]}, "known: h200, h100, a100, rtx4090, orin"),
         ({"context": 0}, "at least one"),
         ({"batch": -1}, "at least one"),
         ({"model": DECODERS["stories15m"].block}, "no ledger for a BlockConfig"),

@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from cyclopts import Parameter
 from PIL import Image
 
 from vitrail.backbones.decoder import DecoderConfig
+from vitrail.cli.systems import measured_table, system_notes, system_tables
 from vitrail.config import Config
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.hub.configs import read_config
 from vitrail.hub.files import write_json
-from vitrail.lab.ledger import DEVICES, LENGTHS, PRESETS, Floor, Ledger, Part, Time, named
+from vitrail.lab.ledger import DEVICES, DTYPES, LENGTHS, PRESETS, Floor, Ledger, Part, Time, named, pick
 from vitrail.lab.ledger import ledger as make_ledger
+from vitrail.lab.measure import better, rates
+from vitrail.lab.measure import measure as time_passes
+from vitrail.lab.systems import WHOLE, system
 from vitrail.models.looking import LookingVLMConfig
 from vitrail.models.presets import SYSTEMS
 from vitrail.models.vlm import VLMConfig
@@ -36,6 +41,8 @@ def ledger(
     batch: int = 1,
     dtype: str = "bfloat16",
     device: Annotated[list[str] | None, Parameter(negative="")] = None,
+    all: Annotated[bool, Parameter(negative="")] = False,
+    measure: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
     out: Path | None = None,
 ) -> None:
@@ -46,6 +53,10 @@ def ledger(
     Example: vitrail ledger llama-3.1-8b qwen3-30b-a3b --context 32768 --batch 16 --device h100
 
     Example: vitrail ledger qwen2.5-vl-7b llama-3.2-11b-vision --picture 640x480 --context 64
+
+    Example: vitrail ledger --all --json systems.json
+
+    Example: vitrail ledger clip-b16 smollm2-135m --measure --context 128 --dtype float32
 
     Parameters
     ----------
@@ -63,12 +74,23 @@ def ledger(
     dtype
         What weights and cache are kept in: float32, bfloat16, float16, float8.
     device
-        h200, h100, a100, rtx4090. May be repeated.
+        h200, h100, a100, rtx4090, orin. May be repeated; with --all it is all of them unless given.
+    all
+        Show whole systems at published size: models that look, draw, dream and act, and how often a second they can.
+    measure
+        Run the models named, with random weights, on the device that is here, and show each pass beside its floor at
+        the rates that the device reaches in the same run.
     json
         Write the ledgers to this file too.
     out
         Draw decoding time and memory over the context (decoders, at most six) as this picture.
     """
+    if all:
+        _all(names, device, dtype, json)
+        return
+    if measure:
+        _measure(names, context, _size(picture), batch, dtype, json)
+        return
     if not names:
         for line in listing():
             print(line)
@@ -88,6 +110,34 @@ def ledger(
         decoders = {name: model for name, model in models.items() if isinstance(model, DecoderConfig)}
         save_picture(_sheet(decoders, devices[0], batch, dtype), out)
         print(f"→ {out}")
+
+
+def _all(names: list[str] | None, device: list[str] | None, dtype: str, json: Path | None) -> None:
+    found = [system(name, devices=list(dict.fromkeys(device or DEVICES)), dtype=dtype) for name in names or WHOLE]
+    print("\n\n".join(system_tables(found, LENGTHS)))
+    print("\n" + "\n".join(system_notes(found)))
+    if json is not None:
+        origins = {name: DEVICES[name]._asdict() for name in found[0].reach}
+        _write(json, {"devices": origins, "systems": [one.plain() for one in found]})
+
+
+def _measure(
+    names: list[str] | None, context: int, picture: tuple[int, int], batch: int, dtype: str, json: Path | None
+) -> None:
+    if not names:
+        raise ConfigError("there is nothing to measure", "name presets or folders, such as clip-b16")
+    if dtype == "float8":
+        raise ConfigError("nothing runs in float8 here", "measure in float32, bfloat16 or float16")
+    here, models = "cuda" if torch.cuda.is_available() else "cpu", {name: _config(name) for name in names}
+    kept = pick(DTYPES, dtype, "type")
+    at = rates(here, kept)
+    settings = {"context": context, "picture": picture, "batch": batch, "dtype": dtype, "device": here}
+    found = [one for name, model in models.items() for one in time_passes(model, at, name=name, **settings)]
+    at = better(at, rates(here, kept))
+    found = [one.against(at) for one in found]
+    print(measured_table(found, at))
+    if json is not None:
+        _write(json, {"device": at._asdict(), "settings": settings, "passes": [one.plain() for one in found]})
 
 
 def listing() -> Iterator[str]:

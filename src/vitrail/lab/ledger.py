@@ -64,6 +64,7 @@ DEVICES = {
     "h100":    Device(989e12, 3.35e12, 80e9, "datasheet, SXM"),
     "a100":    Device(312e12, 2.04e12, 80e9, "datasheet, SXM 80 GB"),
     "rtx4090": Device(165e12, 1.01e12, 24e9, "datasheet"),
+    "orin":    Device(42.5e12, 0.205e12, 64e9, "datasheet, AGX 64 GB: half the rate of its GPU's 85 dense int8 TOPS"),
 }  # fmt: skip
 
 
@@ -200,7 +201,7 @@ PRESETS: dict[str, Config] = {
 def named(name: str) -> Config:
     """The config of a preset."""
     listed = "`vitrail ledger` lists the presets; a folder with a config.json or a GGUF file will do too"
-    return _pick(PRESETS, name, "preset", listed)
+    return pick(PRESETS, name, "preset", listed)
 
 
 def ledger(
@@ -222,9 +223,9 @@ def ledger(
             f"{batch} rows of {context} tokens and {pictures} pictures are no work",
             "give at least one row and one token, and no fewer than no pictures",
         )
-    kept = _pick(DTYPES, dtype, "type")
+    kept = pick(DTYPES, dtype, "type")
     config = named(model) if isinstance(model, str) else model
-    kind, given = _kind(config), Given(context, (picture,) * pictures)
+    kind, given = kind_of(config), Given(context, (picture,) * pictures)
     with torch.device("meta"):
         built = kind.model(config).to(kept)
     tokens = kind.tokens(config, given)
@@ -304,7 +305,7 @@ def _part(leg: Leg) -> Part:
 def _floor(
     model: nn.Module, kind: Kind, given: Given, tokens: int, batch: int, label: str, lengths: Sequence[int]
 ) -> Floor:
-    device = _pick(DEVICES, label, "device")
+    device = pick(DEVICES, label, "device")
     work = kind.work(model, given, batch)
     held = cost.bytes(model, work)
     found = Floor(
@@ -324,14 +325,14 @@ def _floor(
     )
 
 
-def _kind(config: Config) -> Kind:
+def kind_of(config: Config) -> Kind:
     if type(config) not in KINDS:
         known = ", ".join(kind.__name__ for kind in KINDS)
         raise ConfigError(f"no ledger for a {type(config).__name__}", f"there are rows for {known}")
     return KINDS[type(config)]
 
 
-def _pick(table: Mapping[str, Row], name: str, what: str, otherwise: str = "") -> Row:
+def pick(table: Mapping[str, Row], name: str, what: str, otherwise: str = "") -> Row:
     if name in table:
         return table[name]
     raise ConfigError(f"no {what} is called {name!r}", nearest(name, table, otherwise))

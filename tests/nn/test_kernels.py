@@ -54,11 +54,20 @@ for H, G, D, capacity, length, pairing, normed in (
     assert torch.equal(ours_v[length], new_v[0, 0])
     assert torch.equal(ours_k[length + 1 :], k[length + 1 :])
     assert torch.equal(ours_k[:length], k[:length])
+
+from vitrail.data.scenes import chance
+from vitrail.nn.kernels import mix
+
+for B, C in ((1, 1), (7, 3), (300, 10), (0, 4)):
+    for index in (torch.randint(-(2**62), 2**62, (B,)), torch.arange(2 * B)[::2] - 5, torch.arange(B).int()):
+        for seed in (0, 2**40):
+            ours = mix.bits(chance._number(seed, "a draw"), index, C)
+            assert torch.equal(ours, chance.bits(seed, index, "a draw", C))
 print("agreed")
 """
 
 
-def test_decode_kernels_agree_with_plain_torch():
+def test_kernels_agree_with_plain_torch():
     source = str(Path(__file__).parents[2] / "src")
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}

@@ -11,6 +11,7 @@ from evals.test_judge import shapes
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.data.captions import captions
 from vitrail.data.order import Mixture
+from vitrail.data.scenes.chance import bits
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.nn.replay import MOST, Replayed, recording
@@ -26,6 +27,12 @@ pytestmark = pytest.mark.gpu
 def asked():
     with recording():
         yield
+
+
+def test_draws_are_those_of_the_cpu():
+    index = torch.cat([torch.arange(500), torch.randint(-(2**62), 2**62, (500,))])
+    for shape in ((), (3,), (2, 5)):
+        assert torch.equal(bits(7, index.cuda()[::2], "a draw", *shape).cpu(), bits(7, index[::2], "a draw", *shape))
 
 
 class Made(NamedTuple):

@@ -174,8 +174,10 @@ class Unified(nn.Module):
             n = piece.x.shape[1]
             real = torch.ones(B, n, dtype=torch.bool, device=device) if piece.real is None else piece.real
             if piece.grid is None:
-                steps = real.long().cumsum(1)
-                place = (start + steps - 1).clamp(min=0)[..., None].expand(-1, -1, 3)
+                # No sum where all are there: torch 2.11's compiler sees through it, and trips over what it finds.
+                every = piece.real is None
+                steps = torch.arange(n, device=device) if every else (real.long().cumsum(1) - 1).clamp(min=0)
+                place = (start + steps)[..., None].expand(-1, -1, 3)
                 start = start + real.sum(1, keepdim=True)
             else:
                 place, after = _on_grid(piece.grid, flat, device)

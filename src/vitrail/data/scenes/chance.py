@@ -5,16 +5,22 @@ B batch, … any further axes.
 
 import hashlib
 import math
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴/φ as a signed integer; the constants are those of splitmix64
+_FUSED = find_spec("triton") is not None
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 def bits(seed: int, index: Tensor, what: str, *shape: int) -> Tensor:
     """(B, …) integers of 32 random bits; `what` names the draw, so that two draws of one sample are independent."""
+    if index.is_cuda and not torch.compiler.is_compiling() and _FUSED:
+        from vitrail.nn.kernels import mix
+
+        return mix.bits(_number(seed, what), index, math.prod(shape)).view(len(index), *shape)
     cells = ~torch.arange(
         math.prod(shape), device=index.device
     )  # −1, −2, …: a compiler cannot fold ~, and so not pass 2⁶⁴

@@ -7,6 +7,7 @@ import pytest
 from data.formats.conftest import MAKERS
 from vitrail.cli.eval import app
 from vitrail.errors import VitrailError
+from vitrail.evals.suites.benchmarks import benchmark
 
 
 class Toy:
@@ -59,11 +60,48 @@ def test_names_shared_with_suites_of_scenes(tmp_path, toy, capsys):
         (("pope", "--data", "{data}", "--annotations", "x.json"), "has no option 'annotations'"),
         (("chair", "--data", "{data}"), "cannot be scored without synonyms"),
         (("pope", "--data", "{data}", "--prompt", "{nope}"), "cannot be filled in"),
+        (("pope", "--data", "{data}", "--mode", "popes"), "did you mean 'pope'"),
+        (("pope", "--data", "{data}", "--out", "{file}/scores.json"), r"scores\.json cannot be written"),
+        (("pope", "--data", "{data}", "--answers", "{file}/a.jsonl"), r"a\.jsonl cannot be written"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, toy, words, said):
+def test_what_is_wrong_is_said(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("vitrail.studio.load", None)  # before the weights are read
     made = MAKERS["pope"][1](tmp_path)
-    data = [word.replace("{data}", str(made.path)) for word in words]
+    (tmp_path / "file").touch()
+    data = [word.replace("{data}", str(made.path)).replace("{file}", str(tmp_path / "file")) for word in words]
     pictures = ("--pictures", made.options["pictures"]) if len(words) > 1 else ()
     with pytest.raises(VitrailError, match=said):
         run("folder", *data, *pictures)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("captions", ("--tokenizer", "ptbs"), "did you mean 'ptb'"),
+        ("captions", ("--tokenizer", "ptb"), "there is no java here"),
+        ("captions", ("--meteor",), "there is no java here"),
+        ("chair", ("--synonyms", "nowhere.txt"), r"nowhere\.txt does not exist"),
+        ("gqa", (), "the answer to '07333408' is not known"),
+        ("refcoco", ("--boxes", "qwenvl"), "did you mean 'qwen-vl'"),
+    ],
+)
+def test_what_cannot_be_scored_is_not_asked(tmp_path, monkeypatch, name, words, said):
+    monkeypatch.setattr("vitrail.studio.load", None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    row = benchmark(name)
+    made = MAKERS[row.format][1](tmp_path)
+    if name == "chair":
+        words = (*words, "--instances", MAKERS["coco-instances"][1](tmp_path).path)
+    where = [word for key, value in made.options.items() for word in (f"--{key}", value)]
+    with pytest.raises(VitrailError, match=said):
+        run("folder", name, "--data", made.path, *where, *words)
+
+
+def test_a_picture_that_is_missing_is_known_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrail.studio.load", None)
+    made = MAKERS["pope"][1](tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(VitrailError, match="6 of 6 samples"):
+        run("folder", "pope", "--data", made.path, "--pictures", empty)

@@ -262,3 +262,19 @@ def test_floors_beside_the_clock(run, tmp_path, monkeypatch):
         run("--measure")
     with pytest.raises(ConfigError, match="float8"):
         run("tiny", "--measure", "--dtype", "float8")
+    with pytest.raises(ConfigError, match="0 rows of 8 tokens"):
+        run("tiny", "--measure", "--context", 8, "--batch", 0, "--dtype", "float32")
+
+
+@pytest.mark.parametrize("option", ["--context 64", "--picture 64x64", "--pictures 2", "--batch 4", "--out l.png"])
+def test_whole_systems_take_no_other_settings(run, option):
+    with pytest.raises(ConfigError, match=f"--all takes no {option.split()[0]}"):
+        run("llava-1.5-7b", "--all", *option.split())
+
+
+@pytest.mark.parametrize("option", ["--pictures 2", "--device a100", "--out l.png"])
+def test_what_the_clock_does_not_take(run, option):
+    with pytest.raises(ConfigError, match=f"--measure takes no {option.split()[0]}"):
+        run("stories15m", "--measure", *option.split())
+    with pytest.raises(ConfigError, match="--all takes no --measure"):
+        run("stories15m", "--all", "--measure")

@@ -14,6 +14,7 @@ from vitrail.encoders import ViT, ViTConfig
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.lab.branches import branches, hidden
 from vitrail.lab.divergence import gather
+from vitrail.lab.ledger import DEVICES
 from vitrail.lab.plan import Budget, plan, pricer
 from vitrail.lab.scaling import Law, fit
 from vitrail.lab.scores import read_scores
@@ -139,11 +140,35 @@ def test_divergence_of_a_folder(run, folder, tmp_path):
         (["plan", "paper", "--system", "smollm2-135m"], ConfigError, "without a budget"),
         (["plan", "paper", "--system", "smolm2-135m", "--loss", 0.1], ConfigError, "smollm2-135m"),
         (["diverge", "--batch", 0], ConfigError, "--batch is 0"),
+        (["plan", "paper", "--system", "smollm2-135m", "--seconds", "nan"], ConfigError, "no number"),
     ],
 )
 def test_what_cannot_be(run, words, kind, said):
     with pytest.raises(kind, match=said):
         run(*words)
+
+
+def test_a_plan_beyond_the_last_score_is_valid_json(run, tmp_path):
+    """A law that falls below nothing has no score there: no NaN is written, shown or drawn."""
+    (tmp_path / "falls.csv").write_text("n,colour\n1,40\n8,32\n64,25\n512,17\n4096,9\n")
+    words = ["--form", "saturating", "--most", 200_000, "--loss", 0.1, "--json", "p.json", "--out", "p.svg"]
+    out = run("plan", "falls.csv", "--system", "stories15m", *words)
+    told = json.loads((tmp_path / "p.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert told["choices"][0]["tokens"] < 8 and 0 < len(told["curves"]["colour"]) < len(told["prices"])
+    assert "nan" not in out and "nan" not in (tmp_path / "p.svg").read_text() and "  –\n" in out
+
+
+@pytest.mark.parametrize("text", ['n,"col\nour"\n1,20\n', 'n,"colour\n1,20\n8,30\n', 'n,colour\n1,"20\n8,30\n'])
+def test_quotes_over_a_lines_end_are_refused(run, tmp_path, text):
+    (tmp_path / "scores.csv").write_text(text)
+    with pytest.raises(DataError, match=r"line \d of scores\.csv"):
+        run("fit", "scores.csv")
+
+
+def test_the_help_of_devices_names_all():
+    from vitrail.cli.plan import plan as command
+
+    assert all(name in str(command.__doc__) for name in DEVICES)
 
 
 def test_a_column_without_a_law_is_named(run, tmp_path):

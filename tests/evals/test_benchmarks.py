@@ -5,10 +5,14 @@ import json
 import pytest
 
 from data.formats.conftest import MAKERS, png, tsv, write
+from vitrail.data.formats import Sample
 from vitrail.errors import ConfigError, DataError
 from vitrail.evals.metrics.chair import Things
+from vitrail.evals.shares import Share
 from vitrail.evals.suites.answered import answers
 from vitrail.evals.suites.benchmarks import BENCHMARKS, benchmark
+from vitrail.evals.suites.scored import aro
+from vitrail.evals.suites.sheets import Sheet, mean
 
 
 @pytest.fixture
@@ -62,6 +66,8 @@ def test_what_is_asked(opened):
     assert row.question(samples[0], "{question} ({choices})") == "Which colour? (A. teal\nB. red)"
     with pytest.raises(ConfigError, match=r"it may use \{question\}"):
         row.question(samples[0], "{quest}")
+    with pytest.raises(ConfigError, match="cannot be filled in"):
+        row.question(samples[0], "{question[x]}")
     row, samples = opened("refcoco")
     assert row.question(samples[0]).startswith('Locate "left card"') and '{"bbox_2d"' in row.question(samples[0])
 
@@ -203,3 +209,75 @@ def test_answers_are_kept(opened, tmp_path):
 
     with pytest.raises(ConfigError, match="0/image/0 shows 2 pictures"):
         answers(Each(), samples.only([2]), row.question)
+
+
+def test_answers_about_other_pictures_are_others(tmp_path):
+    """Two data sets number their samples alike and ask the same."""
+    keep, toy = tmp_path / "answers.jsonl", Toy()
+    for folder in ("one", "other"):
+        sample = Sample(id="1", pictures=(tmp_path / folder / "a.png",))
+        answers(toy, [sample], lambda _: "What is it?", keep=keep, model="toy")
+    assert len(toy.asked) == 2
+    for picture in (b"one", b"other", b"one"):
+        answers(toy, [Sample(id="1", pictures=(picture,))], lambda _: "What is it?", keep=keep, model="toy")
+    assert len(toy.asked) == 4
+    for _ in range(2):  # without a picture it is one question
+        answers(toy, [sample], lambda _: "What is it?", blind=True, keep=keep, model="toy")
+    assert len(toy.asked) == 5
+
+
+@pytest.mark.parametrize("cut", [1, 5, 60])
+def test_a_line_that_was_cut_is_asked_again(tmp_path, cut):
+    keep, toy = tmp_path / "answers.jsonl", Toy()
+    samples = [Sample(id=str(n)) for n in range(3)]
+    how = {"question": lambda sample: f"What is {sample.id}?", "keep": keep, "model": "toy"}
+    said, whole = answers(toy, samples, **how), keep.read_bytes()
+    keep.write_bytes(whole[:-cut])
+    assert answers(toy, samples, **how) == said and len(toy.asked) == 4
+    assert keep.read_bytes() == whole
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    keep = tmp_path / "data.json"
+    for text in ('{"question_id": 1}', '{"question_id": 1}\n', '[{"question_id": 1}]'):
+        keep.write_text(text)
+        with pytest.raises(DataError, match=r"data\.json"):
+            answers(Toy(), [Sample(id="1")], lambda _: "?", keep=keep)
+        assert keep.read_text() == text
+
+
+def test_aro_leaves_out_what_the_original_does():
+    """Relations that hold both ways round, and pairs of attributes of which there are fewer than 25."""
+
+    def sheet(part, counts):
+        of = [kind for kind, count in counts.items() for _ in range(count)]
+        notes = ({"part": part, "kind": kind} for kind in of)
+        made = [
+            Sample(id=str(n), choices={"A": "x", "B": "y"}, answers=("A",), notes=note) for n, note in enumerate(notes)
+        ]
+        return Sheet.of(made), of
+
+    relations, of = sheet("relation", {"on": 2, "near": 30, "holding": 4})
+    said = ["A" if kind == "on" else "B" for kind in of]
+    assert values(aro.kinds(relations, said)) == {"accuracy": pytest.approx(2 / 36), "mean over kinds": 0.5}
+    attributes, of = sheet("attribution", {"white_open": 25, "near_far": 25, "tall_red": 24})
+    said = ["A" if kind == "white_open" else "B" for kind in of]
+    assert values(aro.kinds(attributes, said))["mean over kinds"] == 0.5
+    few, of = sheet("attribution", {"tall_red": 24})
+    assert values(aro.kinds(few, ["A"] * 24)) == {"accuracy": 1}  # no kind is left to take a mean of
+    assert len(aro.SYMMETRIC) == 157 and {"next to", "adjusting", "around"} <= aro.SYMMETRIC
+
+
+def test_an_interval_of_shares_only_where_items_are_right_or_wrong():
+    """Captions whose CIDEr happens to be 1 are not right: it goes to 10."""
+    right = mean("accuracy", [1.0, 0.0, 1.0], [1, 2, 3], binary=True)
+    assert right.interval == Share(2, 3).interval
+    found = mean("CIDEr", [1.0, 0.0, 1.0], [1, 2, 3], most=10.0)
+    nearly = mean("CIDEr", [1.0, 0.0, 1.0 + 1e-9], [1, 2, 3], most=10.0)
+    assert found.interval == pytest.approx(nearly.interval, abs=1e-6)
+
+
+def test_right_or_wrong_has_wilsons_interval():
+    samples = [Sample(id=str(n), answers=("no",)) for n in range(5)]
+    score = benchmark("gqa").score(samples, ["no", "no", "no", "no", "yes"])[0]
+    assert score.interval == Share(4, 5).interval

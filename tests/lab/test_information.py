@@ -18,7 +18,7 @@ from vitrail.codecs.quantizers import BSQConfig
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.encoders.presets import TEXTS, VITS
 from vitrail.encoders.vit import ViT
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.hub import save
 from vitrail.lab import information as lab
 from vitrail.lab.bottlenecks import bottlenecks, side_of
@@ -273,6 +273,22 @@ def test_pictures_with_classes():
     assert shown.truths["identity"][1].classes == 3
 
 
+def test_pictures_sorted_by_class_are_tested_on_classes_that_were_fitted():
+    """Folders are read class by class, and the last quarter is the test."""
+    labels = torch.arange(4).repeat_interleave(40)
+    chance = torch.Generator().manual_seed(0)
+    colours = torch.tensor([[0, 0, 0], [200, 0, 0], [0, 200, 0], [0, 0, 200]], dtype=torch.uint8)[labels]
+    noise = torch.randint(0, 50, (160, 4, 4, 3), generator=chance, dtype=torch.uint8)
+    images = list((colours[:, None, None] + noise).numpy())
+    shown = classed(images, labels, 4, 4)
+    rows, truth = shown.truths["identity"]
+    bright = shown.pictures.double().mean((2, 3)) > 100  # (B, 3)
+    assert torch.equal((bright * torch.tensor([1, 2, 3])).sum(1), truth.values) and rows == slice(0, 160)
+    (line,) = information([Bottleneck("pixels", shown.pictures.flatten(2).mT.float(), 24)], 384, shown.truths)
+    assert line.readings["identity"].value > 0.9
+    assert torch.equal(classed(images, labels, 4, 4).pictures, shown.pictures)
+
+
 def test_command(atlas, tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
@@ -301,3 +317,6 @@ def test_command(atlas, tmp_path, monkeypatch, capsys):
     assert [line["bits"] for line in said["lines"]] == [24 * 32**2, 16 * 32 * 16, 16 * 6 * 16, 16 * 6]
     assert said["lines"][-1]["at_most"] == 96 and "of 6" in out[4] and "256×" in out[4]
     assert "codes" in (tmp_path / "l.svg").read_text()
+    monkeypatch.setattr("vitrail.hub.load", None)
+    with pytest.raises(VitrailError, match=r"l\.svg/l\.json cannot be written"):  # before the weights are read
+        app(["information", "codec", "--json", "l.svg/l.json"], exit_on_error=False)

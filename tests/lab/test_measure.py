@@ -36,6 +36,12 @@ def test_a_decoder_reads_and_writes():
         assert found.ratio == pytest.approx(found.seconds / found.floor) and found.seconds > 0
 
 
+def test_no_work_is_refused():
+    for more in ({"batch": 0}, {"context": 0}):
+        with pytest.raises(ConfigError, match="are no work"):
+            measured(WORDS, **more)
+
+
 def test_towers_and_codecs():
     net = CODECS["bsq-vit-b16-28"].net
     pair = net.with_(

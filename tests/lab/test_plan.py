@@ -1,5 +1,8 @@
 """Plans: prices are the ledger's, choices keep the budget and could not be better."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,12 +97,23 @@ def test_most_goes_beyond_what_was_measured():
     assert plan({"": rising}, cheap, Budget(flops=1e9), most=2000)[0].tokens == 2000
 
 
+def test_a_law_that_falls_below_nothing_is_not_recommended():
+    """Far beyond what was measured a saturating law may say no score at all."""
+    falling = fit([1, 8, 64, 512, 4096], [40, 32, 25, 17, 9], "saturating")
+    assert np.isnan(falling(10**6))
+    (one,) = plan({"": falling}, cheap, Budget(flops=1e9), most=10**6)
+    assert (one.tokens, one.kept) == (1, 1) and np.isfinite([one.score, *one.interval]).all()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: Budget(), "without a budget"),
         (lambda: Budget(loss=1.0), "everything"),
         (lambda: Budget(seconds=-1.0), "below nothing"),
+        (lambda: Budget(seconds=math.nan), "no number"),
+        (lambda: Budget(memory=math.inf, loss=0.1), "no number"),
+        (lambda: Budget(loss=math.nan), "no number"),
         (lambda: pricer("llama-3.2-11b-vision"), "llama-3.2-11b-vision reads no"),
         (lambda: pricer("clip-b16"), "reads no"),
         (lambda: pricer("smollm2-135m", answer=0), "answer of 0"),

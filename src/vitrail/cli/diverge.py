@@ -10,8 +10,9 @@ from cyclopts import Parameter
 
 from vitrail import hub
 from vitrail.backbones.decoder import DecoderConfig
-from vitrail.cli.scaling import check_figures, print_table, save_figure, write_plain
-from vitrail.cli.write import _usable
+from vitrail.cli.scaling import check_figures, print_table, save_figure
+from vitrail.cli.write import usable
+from vitrail.cli.written import check_written, write_plain
 from vitrail.data.text import TextConfig, read_text
 from vitrail.errors import ConfigError
 from vitrail.hub.configs import read_config
@@ -70,11 +71,12 @@ def diverge(
         Draw D(n) and λ√Υ.
     """
     check_figures(out)
+    check_written(json)
     if batch < 1:
         raise ConfigError(f"--batch is {batch}", "give at least 1")
     if not isinstance(read_config(model), DecoderConfig):
         raise ConfigError(f"{model} is no language model", "give a decoder: its hidden states are measured")
-    words, decoder = hub.tokenizer(model), hub.load(model, device=_usable(device))
+    words, decoder = hub.tokenizer(model), hub.load(model, device=usable(device))
     ids = words.encode(read_text(TextConfig(files=text, package=None if text else "python-docs")))
     starts = branches(ids, prefix, length, pairs, seed)
     states = hidden(decoder, ids, starts, prefix, length, bos=words.bos, batch=batch)

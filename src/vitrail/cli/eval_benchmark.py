@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from vitrail.cli.eval_common import COMMON, Common, device_of, tell
+from vitrail.cli.written import check_written
 
 
 def benchmark(
@@ -88,7 +89,12 @@ def benchmark(
     scored |= {"meteor": True} if meteor else {}
     row.check(scored)
     samples = row.read(data, limit=limit, circular=circular, **where)
-    row.question(samples[0], prompt)  # one that cannot be filled in is said before the weights are read
+    # What cannot be asked, scored or written is said before the weights are read.
+    check_written(common.out, "--out")
+    check_written(answers, "--answers")
+    samples.check()
+    row.question(samples[0], prompt)
+    row.score(samples, [""] * len(samples), **scored)
     asker = load(model, template=template, device=device_of(common))
     how: dict[str, Any] = {} if max_new is None else {"max_new": max_new}
     # A unified model has to see something.

@@ -6,6 +6,7 @@ from typing import Literal
 
 from vitrail.cli.eval_common import Common, device_of
 from vitrail.cli.systems import aligned
+from vitrail.cli.written import check_written, write_plain
 
 
 def information(
@@ -52,7 +53,6 @@ def information(
 
     from vitrail import __version__, hub
     from vitrail.hub.configs import resolve
-    from vitrail.hub.files import write_json
     from vitrail.lab.bottlenecks import bottlenecks, prepared_as, side_of
     from vitrail.lab.information import information as make_lines
     from vitrail.show.figure import check_figure
@@ -61,6 +61,7 @@ def information(
 
     if out is not None:
         check_figure(out)
+    check_written(json)
     built = hub.load(model, dtype=torch.float32, device=device_of(Common(device=device)))
     side = side_of(built)
     shown = _shown(data, count, seed, atlas, side)
@@ -85,9 +86,7 @@ def information(
     print(f"\n{said}" + "; position is a share of variance, the others of right answers" * ("position" in truths))
     if json is not None:
         about = {"model": model, "vitrail": __version__, "data": data, "count": count, "seed": seed, "side": side}
-        json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(json, about | {"lines": [line.plain() for line in lines]})
-        print(f"→ {json}")
+        write_plain(json, about | {"lines": [line.plain() for line in lines]})
     if out is not None:
         places = [
             Place(line.name, line.after, line.tokens, line.width, line.bits,

@@ -1,5 +1,6 @@
 """`vitrail ledger`: what models cost, before anybody pays for it."""
 
+import inspect
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,10 @@ from PIL import Image
 
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.cli.systems import measured_table, system_notes, system_tables
+from vitrail.cli.written import check_written, write_plain
 from vitrail.config import Config
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import ConfigError
 from vitrail.hub.configs import read_config
-from vitrail.hub.files import write_json
 from vitrail.lab.ledger import DEVICES, DTYPES, LENGTHS, PRESETS, Floor, Ledger, Part, Time, named, pick
 from vitrail.lab.ledger import ledger as make_ledger
 from vitrail.lab.measure import better, rates
@@ -85,10 +86,13 @@ def ledger(
     out
         Draw decoding time and memory over the context (decoders, at most six) as this picture.
     """
+    check_written(json)
     if all:
+        _refuse("all", context=context, picture=picture, pictures=pictures, batch=batch, measure=measure, out=out)
         _all(names, device, dtype, json)
         return
     if measure:
+        _refuse("measure", pictures=pictures, device=device, out=out)
         _measure(names, context, _size(picture), batch, dtype, json)
         return
     if not names:
@@ -105,11 +109,19 @@ def ledger(
     print("\n" + "\n".join(_notes(found, models)))
     if json is not None:
         origins = {name: DEVICES[name]._asdict() for name in devices}
-        _write(json, {"devices": origins, "ledgers": [one.plain() for one in found]})
+        write_plain(json, {"devices": origins, "ledgers": [one.plain() for one in found]})
     if out is not None:
         decoders = {name: model for name, model in models.items() if isinstance(model, DecoderConfig)}
         save_picture(_sheet(decoders, devices[0], batch, dtype), out)
         print(f"→ {out}")
+
+
+def _refuse(mode: str, **options: object) -> None:
+    """Options that a mode does not take, unless they are as always."""
+    usual = inspect.signature(ledger).parameters
+    for name, value in options.items():
+        if value != usual[name].default:
+            raise ConfigError(f"--{mode} takes no --{name}", "leave one of the two out")
 
 
 def _all(names: list[str] | None, device: list[str] | None, dtype: str, json: Path | None) -> None:
@@ -118,7 +130,7 @@ def _all(names: list[str] | None, device: list[str] | None, dtype: str, json: Pa
     print("\n" + "\n".join(system_notes(found)))
     if json is not None:
         origins = {name: DEVICES[name]._asdict() for name in found[0].reach}
-        _write(json, {"devices": origins, "systems": [one.plain() for one in found]})
+        write_plain(json, {"devices": origins, "systems": [one.plain() for one in found]})
 
 
 def _measure(
@@ -137,7 +149,7 @@ def _measure(
     found = [one.against(at) for one in found]
     print(measured_table(found, at))
     if json is not None:
-        _write(json, {"device": at._asdict(), "settings": settings, "passes": [one.plain() for one in found]})
+        write_plain(json, {"device": at._asdict(), "settings": settings, "passes": [one.plain() for one in found]})
 
 
 def listing() -> Iterator[str]:
@@ -352,12 +364,3 @@ def _sheet(models: dict[str, DecoderConfig], device: str, batch: int, dtype: str
         shown[name] = Series(one.weights, cache, {n: t.floor for n, t in one.floors[0].decode.items()})
     note = f"batch {batch}, {dtype}; a floor: every weight, key and value is read once, every product runs at full rate"
     return draw_ledger(shown, device=device, memory=DEVICES[device].memory, note=note)
-
-
-def _write(path: Path, data: dict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, data)
-    except OSError as error:
-        raise VitrailError(f"{path} cannot be written: {error.strerror}", "give another path with --json") from error
-    print(f"→ {path}")

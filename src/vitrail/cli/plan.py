@@ -1,5 +1,6 @@
 """`vitrail scaling plan`: how many visual tokens a budget buys."""
 
+import math
 from pathlib import Path
 
 from vitrail.cli.scaling import (
@@ -11,8 +12,8 @@ from vitrail.cli.scaling import (
     print_table,
     read_columns,
     save_figure,
-    write_plain,
 )
+from vitrail.cli.written import check_written, write_plain
 from vitrail.lab.plan import Budget, ladder, pricer
 from vitrail.lab.plan import plan as choose
 from vitrail.show.ledger import si
@@ -77,13 +78,14 @@ def plan(
     dtype
         What weights and cache are kept in: float32, bfloat16, float16, float8.
     device
-        As `vitrail ledger` has them: h200, h100, a100, rtx4090.
+        As `vitrail ledger` has them: h200, h100, a100, rtx4090, orin.
     json
         Write choices and curves to this file too.
     out
         Draw scores over tokens, and what was chosen.
     """
     check_figures(out)
+    check_written(json)
     scaled = {"memory": memory and memory * 1e9, "flops": flops and flops * 1e12}
     budget = Budget(seconds=seconds, loss=loss, **scaled)
     laws = fit_columns(read_columns(scores, task, drop), form)
@@ -108,16 +110,19 @@ def plan(
     print(f"\n{system} on {device}, {words} words, {answer} tokens of answer, batch {batch}, {dtype}:")
     prices = [price(n) for n in steps]
     heads = ("tokens", "first token", "all", "memory", "work", *(laws if len(laws) < 4 else ()))
-    more = [[f"{float(law(n)):.4g}" for law in laws.values()] if len(laws) < 4 else [] for n in steps]
+    # A law that falls below nothing has no score there.
+    curves = {name: {n: s for n in steps if math.isfinite(s := float(law(n)))} for name, law in laws.items()}
+    shown = list(curves.values()) if len(laws) < 4 else []
+    more = [[f"{curve[n]:.4g}" if n in curve else "–" for curve in shown] for n in steps]
     figures = [
         (f"{p.tokens:,}", si(p.first, "s"), si(p.seconds, "s"), si(p.memory, "B"), si(p.flops, "FLOP")) for p in prices
     ]
     print_table([heads, *((*cells, *extra) for cells, extra in zip(figures, more, strict=True))])
     if json is not None:
-        curves = {name: [[n, float(law(n))] for n in steps] for name, law in laws.items()}
-        plain = {"choices": [one.plain() for one in choices], "prices": [p.plain() for p in prices], "curves": curves}
+        points = {name: list(curve.items()) for name, curve in curves.items()}
+        plain = {"choices": [one.plain() for one in choices], "prices": [p.plain() for p in prices], "curves": points}
         write_plain(json, {"scores": scores, "system": system, "device": device, "budget": budget.plain(), **plain})
     if out is not None:
-        shown = {c.task: Bought([(n, float(laws[c.task](n))) for n in steps], (c.tokens, c.score)) for c in choices}
+        bought = {c.task: Bought(list(curves[c.task].items()), (c.tokens, c.score)) for c in choices}
         limits = ", ".join(f"{key} {value:g}" for key, value in budget.plain().items() if value is not None)
-        save_figure(draw_plan(shown, f"{scores} with {system}", f"budget: {limits}; {device}, batch {batch}"), out)
+        save_figure(draw_plan(bought, f"{scores} with {system}", f"budget: {limits}; {device}, batch {batch}"), out)

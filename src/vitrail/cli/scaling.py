@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from vitrail.errors import ConfigError, DataError, VitrailError, nearest
+from vitrail.cli.written import check_written, write_plain
+from vitrail.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from vitrail.lab.scaling import Law
@@ -71,6 +72,7 @@ def fit(
     from vitrail.lab import curves
 
     check_figures(out, clusters, differences)
+    check_written(json)
     if (against is None) != (differences is None):
         raise ConfigError("--against and --differences go together", "give both: another table, and a figure's path")
     columns = read_columns(scores, task, drop)
@@ -199,15 +201,4 @@ def check_figures(*paths: Path | None) -> None:
 
 def save_figure(figure: "Figure", path: Path) -> None:
     figure.save(path)
-    print(f"→ {path}")
-
-
-def write_plain(path: Path, data: dict[str, Any]) -> None:
-    from vitrail.hub.files import write_json
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, data)
-    except OSError as error:
-        raise VitrailError(f"{path} cannot be written: {error.strerror}", "give another path with --json") from error
     print(f"→ {path}")

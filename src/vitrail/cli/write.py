@@ -71,7 +71,7 @@ def write(
         raise ConfigError(f"--tokens is {tokens}", "ask for at least one token, or leave it out")
     if not all(stop):
         raise ConfigError("--stop is empty", "give the text to end at, or leave it out")
-    device, config = _usable(device), read_config(model)
+    device, config = usable(device), read_config(model)
     if not isinstance(config, DecoderConfig):
         kind = type(config).__name__.removesuffix("Config")
         raise ConfigError(f"{model} is a {kind} and does not write text", "give a language model")
@@ -121,7 +121,8 @@ def _speed(times: list[float], sampling: Sampling) -> str:
     return ", ".join([f"{count} token{'s' * (count != 1)}", *words])
 
 
-def _usable(device: str | None) -> str:
+def usable(device: str | None) -> str:
+    """The device named, or a GPU if there is one; refused where nothing can be computed on it."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()  # which the meta device cannot tell

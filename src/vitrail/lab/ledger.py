@@ -204,6 +204,14 @@ def named(name: str) -> Config:
     return pick(PRESETS, name, "preset", listed)
 
 
+def check_work(context: int, batch: int, pictures: int = 1) -> None:
+    if context < 1 or batch < 1 or pictures < 0:
+        raise ConfigError(
+            f"{batch} rows of {context} tokens and {pictures} pictures are no work",
+            "give at least one row and one token, and no fewer than no pictures",
+        )
+
+
 def ledger(
     model: str | Config,
     *,
@@ -218,11 +226,7 @@ def ledger(
 ) -> Ledger:
     """The ledger of a preset or a config. `context` are a prompt's tokens, or the words of a question about so many
     pictures of the size `picture` (height, width); towers read pictures and texts of their own size."""
-    if context < 1 or batch < 1 or pictures < 0:
-        raise ConfigError(
-            f"{batch} rows of {context} tokens and {pictures} pictures are no work",
-            "give at least one row and one token, and no fewer than no pictures",
-        )
+    check_work(context, batch, pictures)
     kept = pick(DTYPES, dtype, "type")
     config = named(model) if isinstance(model, str) else model
     kind, given = kind_of(config), Given(context, (picture,) * pictures)

@@ -20,7 +20,7 @@ from vitrail.codecs.codec import Codec
 from vitrail.config import Config
 from vitrail.encoders import Conv, TextTower, Towers, ViT
 from vitrail.errors import ConfigError
-from vitrail.lab.ledger import DTYPES, Device, Given, Time, kind_of, pick
+from vitrail.lab.ledger import DTYPES, Device, Given, Time, check_work, kind_of, pick
 from vitrail.models.clip import Contrastive
 from vitrail.models.vlm import VLM
 from vitrail.nn import Work, cost
@@ -82,6 +82,7 @@ def measure(
     device: str = "cpu",
 ) -> list[Measured]:
     """The passes of a model with random weights, each beside its floor at the rates `at`."""
+    check_work(context, batch)
     kind, given, kept = kind_of(config), Given(context, (picture,)), pick(DTYPES, dtype, "type")
     with torch.device("meta"):
         hollow = kind.model(config).to(kept)

@@ -1,6 +1,7 @@
 """How many visual tokens to use: a law for each task says what a score loses, the ledger what a token costs."""
 
 import bisect
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Literal
@@ -47,6 +48,8 @@ class Budget(Config):
     def __post_init__(self) -> None:
         if all(value is None for value in self.plain().values()):
             raise ConfigError("a plan without a budget", "limit seconds, memory or flops, or say what loss will do")
+        if any(value is not None and not math.isfinite(value) for value in self.plain().values()):
+            raise ConfigError("a budget that is no number", "leave out what is not limited")
         if any(value is not None and value < 0 for value in self.plain().values()) or (self.loss or 0) >= 1:
             raise ConfigError(
                 "a budget below nothing, or a loss of everything", "limits are positive, a loss is a share"
@@ -151,7 +154,7 @@ def _choice(task: str, law: Law, price: Callable[[int], Price], budget: Budget, 
             "raise it, or take a smaller system",
         )
     afford = low - 1 + bisect.bisect_left(range(low, high + 1), True, key=lambda n: budget.broken(price(n)) is not None)
-    scores = law(np.arange(low, high + 1))
+    scores = np.nan_to_num(law(np.arange(low, high + 1)))  # where a law falls below nothing, nothing is scored
     best = float(scores.max())
     because: Reason | None = None
     within, tokens = True, low + int(scores[: afford - low + 1].argmax())

@@ -38,7 +38,7 @@ def read_scores(name: str | Path) -> dict[str, Column]:
                 f"{name} cannot be read: {reason}", nearest(str(name), PAPERS, f"give a CSV file or {_or(PAPERS)}")
             ) from None
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
-    rows = list(csv.reader(line for _, line in lines))
+    rows = [_cells(line, f"line {i} of {name}") for i, line in lines]
     head = [cell.strip() for cell in rows[0]] if rows else []
     if "n" not in head or len(head) < 2:
         raise DataError(f"{name} has no column called n beside one of scores", "name them in its first line")
@@ -56,6 +56,13 @@ def read_scores(name: str | Path) -> dict[str, Column]:
     return {
         task: Column(*zip(*sorted(points), strict=True)) if points else Column((), ()) for task, points in found.items()
     }
+
+
+def _cells(line: str, where: str) -> list[str]:
+    try:
+        return next(csv.reader([line], strict=True))
+    except csv.Error as error:
+        raise DataError(f"{where} cannot be read: {error}", "a row is one line: close its quotes there") from None
 
 
 def _number(cell: str, where: str) -> float:

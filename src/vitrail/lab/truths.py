@@ -64,8 +64,11 @@ def scenes(atlas: Atlas, side: int, count: int, *, seed: int = 7171) -> Shown:
 
 
 def classed(images: Sequence[Picture], labels: Tensor, classes: int, side: int) -> Shown:
-    """Pictures with classes, of which only these are known, squashed to the side that a model reads."""
+    """Pictures with classes, of which only these are known, squashed to the side that a model reads. They are shuffled,
+    always alike: sets are often sorted by class, and the last are those that readings are tested on."""
     fit = Naive(size=side, patch=1)
-    squashed = [np.asarray(fit.apply(load_image(image() if callable(image) else image))[0]) for image in images]
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    shuffled = (images[row] for row in order.tolist())
+    squashed = [np.asarray(fit.apply(load_image(image() if callable(image) else image))[0]) for image in shuffled]
     pictures = torch.from_numpy(np.stack(squashed)).permute(0, 3, 1, 2)
-    return Shown(pictures, {"identity": (slice(0, len(labels)), Truth(labels, classes))})
+    return Shown(pictures, {"identity": (slice(0, len(labels)), Truth(labels[order], classes))})

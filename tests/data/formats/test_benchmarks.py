@@ -44,7 +44,7 @@ def test_pairs(make):
     assert two.captions[0].startswith("an old") and two.notes == {"tag": "Object"}
     on, behind = opened(make, "aro")
     assert on.captions == ("the cat is on the mat", "the mat is on the cat")
-    assert on.image().size == (8, 6) and behind.notes == {"kind": "behind"}
+    assert on.image().size == (8, 6) and behind.notes == {"part": "relation", "kind": "behind"}
 
 
 @pytest.mark.parametrize(

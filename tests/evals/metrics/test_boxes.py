@@ -16,6 +16,7 @@ from vitrail.evals.metrics.boxes import iou, read_boxes
         ("qwen3-vl", '```json\n[{"bbox_2d": [100, 200, 500, 600], "label": "dog"}]\n```'),
         ("qwen2.5-vl", '{"bbox_2d": [80, 80, 400, 240]}'),
         ("internvl", "<ref>dog</ref><box>[[100, 200, 500, 600]]</box>"),
+        ("internvl", "[100, 200, 500, 600]"),  # one pair of brackets does for their script
         ("llava", "[0.1, 0.20, .5, 0.6]"),
         ("pixels", "It is at [80, 80, 400, 240]."),
         ("pixels", "[400, 240, 80, 80]"),  # corners the other way round
@@ -28,6 +29,7 @@ def test_styles(style, text):
 def test_shown_smaller():
     text = '[{"bbox_2d": [10, 10, 50, 30]}, {"bbox_2d": [0, 0, 1, 1]}]'
     assert read_boxes(text, "qwen2.5-vl", (400, 800), shown=(50, 100)) == [(80, 80, 400, 240), (0, 0, 8, 8)]
+    assert read_boxes("[[10,20,30,40],[1,2,3,4]]", "internvl", (1000, 1000)) == [(10, 20, 30, 40), (1, 2, 3, 4)]
     assert read_boxes("nowhere", "llava", (4, 4)) == []
     with pytest.raises(ConfigError, match="did you mean 'qwen-vl'"):
         read_boxes("", "qwenvl", (4, 4))

@@ -17,6 +17,8 @@ def test_named():
     assert things.named("a baby animal; a baby") == ["person"]  # an animal of no kind is nothing here, and no person
     assert things.named("wine glasses, knives, a dining-table") == ["wine glass", "knife"]
     assert things.named("the toilet seat near the seat") == ["toilet", "chair"]
+    trains = Things([["train"]], COCO_PHRASES)
+    assert trains.named("a train track, two train tracks, a passenger train") == ["train"]
     assert things.named("dining tables") == ["dining table"] and things.named("") == []
 
 

@@ -19,10 +19,23 @@ CHOICES = {"A": "red", "B": "dark blue", "C": "blue", "D": "an apple"}
         ("I think B is right", "B"),
         ("B or C", None), ("", None), ("E", None), ("a red one", "A"), ("none of these", None),
         ("the answer is a cat", None),
+        ("option A is wrong, the answer is B", "B"), ("The answer is not B", None), ("It is not B but C", "C"),
+        ("Option B is incorrect; option C", "C"), ("Answer: (b)", "B"), ("answer (c).", "C"), ("Answer: b", "B"),
+        ("The answer is C. Option B is for others", "C"), ("The answer is option B", "B"),
+        ("B\n\nExplanation: C is wrong", "B"), ("the answer is (b) dark blue", "B"), ("a dark blue one", "B"),
+        ("The answer is an apple.", "D"), ("It is not an apple, B", "B"),
     ],
 )  # fmt: skip
 def test_letter(said, meant):
     assert letter(said, CHOICES) == meant
+
+
+def test_an_option_within_another_that_was_found_is_not_meant():
+    choices = {"A": "red", "B": "blue", "C": "green", "D": "a red car"}
+    for said in ("It is a red car", "The answer is a red car.", "A red car", "D) a red car"):
+        assert letter(said, choices) == "D"
+    assert letter("it is red", choices) == "A" and letter("a red car or blue", choices) is None
+    assert letter("a red one", {"A": "red", "B": "red"}) is None  # alike, and neither is within the other
 
 
 @given(st.integers(2, 6), st.integers(0, 5), st.integers(0, 12))

@@ -73,5 +73,8 @@ def _one(folder: Folder, numbered: tuple[int, _Aro]) -> Sample:
         id=str(number),
         pictures=(file,),
         captions=(row.true_caption, row.false_caption),
-        notes={"kind": row.relation_name or "_".join(row.attributes)},
+        notes={
+            "part": "relation" if row.relation_name else "attribution",
+            "kind": row.relation_name or "_".join(row.attributes),
+        },
     )

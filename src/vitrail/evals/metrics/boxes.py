@@ -29,7 +29,7 @@ STYLES = {
     "qwen-vl": Style(re.compile(_POINTS), 1000),  # <box>(x1,y1),(x2,y2)</box>, <|box_start|>… from Qwen2-VL on
     "qwen2.5-vl": Style(re.compile(rf'"bbox_2d"\s*:\s*\[{_FOUR}\]'), None),
     "qwen3-vl": Style(re.compile(rf'"bbox_2d"\s*:\s*\[{_FOUR}\]'), 1000),
-    "internvl": Style(re.compile(rf"\[\s*\[{_FOUR}\]\s*\]"), 1000),  # <box>[[x1, y1, x2, y2]]</box>
+    "internvl": Style(re.compile(rf"\[{_FOUR}\]"), 1000),  # <box>[[x1, y1, x2, y2], …]</box>
     "llava": Style(re.compile(rf"\[{_FOUR}\]"), 1),  # [x1, y1, x2, y2] as shares of the sides
     "pixels": Style(re.compile(rf"\[{_FOUR}\]"), None),
 }

@@ -21,7 +21,7 @@ _ANIMALS = "bird cat dog horse sheep cow elephant bear zebra giraffe animal cub"
 COCO_PHRASES = {
     **{f"{age} {animal}": animal for age in ("baby", "adult") for animal in _ANIMALS.split()},
     "passenger jet": "jet", "passenger train": "train", "bow tie": "tie", "toilet seat": "toilet",
-    "home plate": "",
+    "home plate": "", "train track": "",
 }  # fmt: skip
 
 _IRREGULAR = {"men": "man", "women": "woman", "children": "child", "people": "person", "mice": "mouse", "feet": "foot",

@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 
 from vitrail.errors import DataError
 
-_LEADS = re.compile(r"(?:answer|option|choice)(?:\s+is)?\s*:?\s*[(\[*]*([A-Z])\b(?![’'])", re.IGNORECASE)
+_LEADS = [
+    re.compile(rf"{lead}(?:\s+is)?\s*:?\s*[(\[*]*([A-Z])\b(?![’'])([)\].*]*)", re.IGNORECASE)
+    for lead in ("answer", "(?:option|choice)")
+]
+_DENIED = re.compile(r"\bnot\s+(?:(?:option|choice)\s+)?[(\[*]*[A-Z]\b|\b[A-Z][)\]*]*\s+is\s+(?:not|wrong|incorrect)\b")
 
 
 def letter(answer: str, choices: Mapping[str, str]) -> str | None:
     """The letter of the option that an answer means, or None if it cannot be told. In this order: the letter alone or
-    before a mark (B, (B), B. red), "the answer is B", the text of an option, one letter among the words, the text of
-    one option within the answer."""
-    text = answer.strip().strip("*")
+    before a mark (B, (B), B. red), "the answer is B", "option B", the text of an option, one letter among the words,
+    the text of one option within the answer, and within no other that is. "Not B" and "B is wrong" are passed over."""
+    text = _DENIED.sub(" ", answer.strip().strip("*")).strip()
     start = re.match(r"[(\[]?([A-Z])(?:[)\].:,]|\s*$)", text)
     if start and start[1] in choices:
         return start[1]
     if re.fullmatch(r"[(\[]?[a-z][)\].:]?", text) and (small := text.strip("()[].:").upper()) in choices:
         return small
-    if (led := _LEADS.search(text)) and led[1].upper() in choices and (led[1].isupper() or led.end() == len(text)):
-        return led[1].upper()
+    for led in filter(None, (lead.search(text) for lead in _LEADS)):
+        # A small a may be an article: it counts only in brackets, or where nothing follows.
+        alone = led[1].isupper() or led[2].startswith((")", "]")) or led.end() == len(text)
+        if alone and led[1].upper() in choices:
+            return led[1].upper()
     plain = {name: _plain(option) for name, option in choices.items()}
     said = _plain(text)
     same = [name for name, option in plain.items() if option == said]
@@ -33,7 +40,8 @@ def letter(answer: str, choices: Mapping[str, str]) -> str | None:
     single = {w for n, w in enumerate(words) if w in choices and (w not in "AI" or n == len(words) - 1)}
     if len(single) == 1:
         return single.pop()
-    within = [name for name, option in plain.items() if option and f" {option} " in f" {said} "]
+    within = [name for name, option in plain.items() if option and _holds(said, option)]
+    within = [name for name in within if not any(_within(plain[name], plain[other]) for other in within)]
     return within[0] if len(within) == 1 else None
 
 
@@ -54,6 +62,14 @@ def likeliest(logprobs: Sequence[float], lengths: Sequence[int] | None = None) -
         raise DataError(f"{len(logprobs)} likelihoods of options of lengths {lengths}", "give one of each option")
     values = logprobs if lengths is None else [p / n for p, n in zip(logprobs, lengths, strict=True)]
     return max(range(len(values)), key=values.__getitem__)
+
+
+def _holds(text: str, words: str) -> bool:
+    return f" {words} " in f" {text} "
+
+
+def _within(words: str, others: str) -> bool:
+    return words != others and _holds(others, words)
 
 
 def _plain(text: str) -> str:

@@ -13,7 +13,7 @@ from vitrail.evals.metrics.chair import COCO_PHRASES, Things
 from vitrail.evals.metrics.choice import turned
 from vitrail.evals.metrics.paired import Paired, paired
 from vitrail.evals.shares import Score
-from vitrail.evals.suites.scored import boxes, captions, choices, short, yesno
+from vitrail.evals.suites.scored import aro, boxes, captions, choices, short, yesno
 from vitrail.evals.suites.sets import some_of
 from vitrail.evals.suites.sheets import Sheet
 
@@ -76,7 +76,7 @@ class Benchmark(NamedTuple):
         }
         try:
             text = (self.prompt if prompt is None else prompt).format(**said)
-        except (LookupError, ValueError, AttributeError) as error:
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             fields = ", ".join(f"{{{name}}}" for name in said)
             raise ConfigError(f"the prompt {prompt!r} cannot be filled in: {error}", f"it may use {fields}") from None
         return f"{sample.hint}\n{text}" if sample.hint and prompt is None else text
@@ -224,16 +224,20 @@ _ANOTHER = {"of another picture": captions.of_another}
 BENCHMARKS: dict[str, Benchmark] = {
     "vqav2": Benchmark("vqa", SHORT, short.averaged("accuracy", short.softly, "answers", "answer_type"), short.softly),
     "textvqa": Benchmark("textvqa", SHORT, short.averaged("accuracy", short.softly), short.softly),
-    "gqa": Benchmark("gqa", SHORT, short.averaged("accuracy", short.exactly), short.exactly),
+    "gqa": Benchmark("gqa", SHORT, short.averaged("accuracy", short.exactly, binary=True), short.exactly),
     "docvqa": Benchmark("docvqa", SHORT, short.averaged("ANLS", short.by_edits), short.by_edits),
-    "chartqa": Benchmark("chartqa", SHORT, short.averaged("relaxed accuracy", short.relaxedly), short.relaxedly),
-    "ocrbench": Benchmark("ocrbench", ALONE, short.averaged("accuracy", short.holding, "type", "type"), short.holding),
+    "chartqa": Benchmark(
+        "chartqa", SHORT, short.averaged("relaxed accuracy", short.relaxedly, binary=True), short.relaxedly
+    ),
+    "ocrbench": Benchmark(
+        "ocrbench", ALONE, short.averaged("accuracy", short.holding, "type", "type", binary=True), short.holding
+    ),
     "pope": Benchmark("pope", YES_NO, yesno.pope, yesno.yes_or_no, _YES),
     "mme": Benchmark("mme", ALONE, yesno.mme, yesno.at_once, _YES, whole=lambda sample: sample.pictures),
     "hallusionbench": Benchmark("hallusion", YES_NO, yesno.hallusion, yesno.told_apart, _YES, whole=_set_of),
     "mmbench": Benchmark("mmbench", LETTER, choices.choices, choices.chosen, unfold=circle, whole=_circle_of),
     "winoground": Benchmark("winoground", LETTER, choices.pairs, choices.chosen, unfold=_both_ways),
-    "aro": Benchmark("aro", LETTER, choices.kinds, choices.chosen, unfold=_true_or_false),
+    "aro": Benchmark("aro", LETTER, aro.kinds, choices.chosen, unfold=_true_or_false),
     "captions": Benchmark(
         "coco-captions", "Provide a one-sentence caption for the picture.", captions.captions, captions.consensus,
         _ANOTHER,

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Sheet:
         kept, pictures = [], []
         for sample in samples:
             kept.append(replace(sample, pictures=()))
-            pictures.append(tuple(map(_key, sample.pictures)) or sample.id)
+            pictures.append(tuple(map(key_of, sample.pictures)) or sample.id)
         if not kept:
             raise DataError("nothing to score", "give at least one sample")
         return cls(kept, pictures)
@@ -53,10 +54,16 @@ class Sheet:
 
 
 def mean(
-    name: str, values: Sequence[float], pictures: Sequence[Hashable], part: Part | None = None, most: float = 1.0
+    name: str,
+    values: Sequence[float],
+    pictures: Sequence[Hashable],
+    part: Part | None = None,
+    most: float = 1.0,
+    *,
+    binary: bool = False,
 ) -> Score:
-    """Of one value an item: Wilson's interval where each is right or wrong and has a picture of its own."""
-    if set(values) <= {0.0, 1.0} and len(set(pictures)) == len(values):
+    """Of one value an item: Wilson's interval where each is right or wrong (`binary`) and has a picture of its own."""
+    if binary and len(set(pictures)) == len(values):
         share = Share(int(sum(values)), len(values))
         return Score(name, share.value, share.interval, share.of, part=part or EVERYTHING)
     table = torch.tensor([[value, 1.0] for value in values], dtype=torch.float64)
@@ -82,13 +89,16 @@ def measured(
     return Score(name, value, ends, len(table), part=part or EVERYTHING)
 
 
-def parted(name: str, values: Sequence[float], sheet: Sheet, key: str, said: Sequence[str | None]) -> list[Score]:
+def parted(
+    name: str, values: Sequence[float], sheet: Sheet, key: str, said: Sequence[str | None], *, binary: bool = False
+) -> list[Score]:
     """The mean over all, then over each part, in the order they come in."""
-    scores = [mean(name, values, sheet.pictures)]
+    scores = [mean(name, values, sheet.pictures, binary=binary)]
     parts = [part for part in dict.fromkeys(said) if part]
     for part in parts if len(parts) > 1 else ():
         rows = [n for n, at in enumerate(said) if at == part]
-        scores.append(mean(name, [values[n] for n in rows], [sheet.pictures[n] for n in rows], {key: part}))
+        places = [sheet.pictures[n] for n in rows]
+        scores.append(mean(name, [values[n] for n in rows], places, {key: part}, binary=binary))
     return scores
 
 
@@ -106,5 +116,6 @@ def commonest(answers: Iterable[str]) -> str:
     return Counter(answers).most_common(1)[0][0]
 
 
-def _key(picture: Any) -> str:
-    return hashlib.sha1(picture).hexdigest() if isinstance(picture, bytes) else str(picture)
+def key_of(picture: Path | bytes) -> str:
+    """What tells a picture from others: where its file lies, or what its bytes add up to."""
+    return hashlib.sha1(picture).hexdigest() if isinstance(picture, bytes) else str(picture.absolute())

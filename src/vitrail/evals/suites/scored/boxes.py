@@ -27,11 +27,11 @@ def located(sheet: Sheet, said: Said, *, boxes: str = "qwen3-vl") -> list[Score]
     sizes = torch.tensor([[0, 0, W, H] for H, W in (sample.size or (1, 1) for sample in sheet.samples)])
     whole = iou(sizes.double(), right)
     scores = [
-        mean("accuracy at IoU .5", [float(value >= 0.5) for value in each], sheet.pictures),
+        mean("accuracy at IoU .5", [float(value >= 0.5) for value in each], sheet.pictures, binary=True),
         mean("mean IoU", each, sheet.pictures),
     ]
     beside = ((whole >= 0.5).double().mean().item(), whole.mean().item())
     return [
         *(replace(score, beside={"whole picture": value}) for score, value in zip(scores, beside, strict=True)),
-        mean("no box", none, sheet.pictures),
+        mean("no box", none, sheet.pictures, binary=True),
     ]

@@ -1,13 +1,11 @@
-"""Multiple choice: MMBench and its like, Winoground, ARO."""
+"""Multiple choice: MMBench and its like, Winoground."""
 
 from dataclasses import replace
-
-import torch
 
 from vitrail.evals.metrics.choice import letter
 from vitrail.evals.shares import Score
 from vitrail.evals.suites.scored import Said, Values
-from vitrail.evals.suites.sheets import Sheet, all_right, mean, measured, parted
+from vitrail.evals.suites.sheets import Sheet, all_right, mean, parted
 
 
 def chosen(sheet: Sheet, said: Said) -> Values:
@@ -21,7 +19,7 @@ def choices(sheet: Sheet, said: Said) -> list[Score]:
     are right in all; then how often no option could be read."""
     right, circles = chosen(sheet, said), sheet.noted("circle")
     chances = [1 / len(sample.choices) for sample in sheet.samples]
-    whole, *rest = parted("accuracy", right, sheet, "category", sheet.noted("category"))
+    whole, *rest = parted("accuracy", right, sheet, "category", sheet.noted("category"), binary=True)
     scores = [replace(whole, beside={"chance": sum(chances) / len(chances)}), *rest]
     if len(set(circles)) < len(circles):
         of: dict[str, float] = {}
@@ -30,7 +28,7 @@ def choices(sheet: Sheet, said: Said) -> list[Score]:
         lucky = {"chance": sum(of.values()) / len(of)}
         scores.insert(0, replace(all_right("circular accuracy", right, circles), beside=lucky))
     unread = [float(letter(answer, sample.choices) is None) for answer, sample in zip(said, sheet.samples, strict=True)]
-    return [*scores, mean("no option", unread, sheet.pictures)]
+    return [*scores, mean("no option", unread, sheet.pictures, binary=True)]
 
 
 def pairs(sheet: Sheet, said: Said) -> list[Score]:
@@ -44,19 +42,3 @@ def pairs(sheet: Sheet, said: Said) -> list[Score]:
         ]
         scores.append(replace(all_right(name, right, groups), beside={"chance": chance}))
     return scores
-
-
-def kinds(sheet: Sheet, said: Said) -> list[Score]:
-    """ARO's: the share of true captions, and its mean over the kinds of relation or attribute."""
-    right, of = chosen(sheet, said), [str(kind) for kind in sheet.noted("kind")]
-    names = list(dict.fromkeys(of))
-    table = torch.zeros(len(right), 2 * len(names), dtype=torch.float64)
-    for row, hit, kind in zip(table, right, of, strict=True):
-        at = 2 * names.index(kind)
-        row[at], row[at + 1] = hit, 1.0
-
-    def over_kinds(sums: torch.Tensor) -> torch.Tensor:  # of those that a draw has
-        hits, counts = sums[..., ::2], sums[..., 1::2]
-        return (hits / counts.clamp(min=1)).sum(-1) / (counts > 0).sum(-1)
-
-    return [mean("accuracy", right, sheet.pictures), measured("mean over kinds", table, over_kinds, sheet.pictures)]

@@ -32,13 +32,16 @@ def holding(sheet: Sheet, said: Said) -> Values:
     return [short.holds(answer, truths, formula=formula) for answer, truths, formula in rows]
 
 
-def averaged(name: str, each: Callable[..., Values], key: str = "", note: str = "") -> Callable[..., list[Score]]:
-    """A scorer of the mean over all items, and over those of each kind that the notes tell of."""
+def averaged(
+    name: str, each: Callable[..., Values], key: str = "", note: str = "", *, binary: bool = False
+) -> Callable[..., list[Score]]:
+    """A scorer of the mean over all items, and over those of each kind that the notes tell of; `binary` where an item
+    is right or wrong and nothing between."""
 
     @wraps(each)
     def score(sheet: Sheet, said: Said, **how: bool) -> list[Score]:
         parts = sheet.noted(note) if note else [None] * len(sheet)
-        return parted(name, each(sheet, said, **how), sheet, key, parts)
+        return parted(name, each(sheet, said, **how), sheet, key, parts, binary=binary)
 
     return score
 

@@ -48,7 +48,7 @@ def hallusion(sheet: Sheet, said: Said) -> list[Score]:
     """aAcc of questions, fAcc of figures with all questions right, qAcc of questions right over all their figures."""
     right = told_apart(sheet, said)
     return [
-        mean("aAcc", right, sheet.pictures),
+        mean("aAcc", right, sheet.pictures, binary=True),
         all_right("fAcc", right, sheet.noted("figure")),
         all_right("qAcc", right, sheet.noted("question")),
     ]
@@ -76,7 +76,7 @@ def mme(sheet: Sheet, said: Said) -> list[Score]:
         for k, category in enumerate(present):
             here = [n for n, at in enumerate(of) if at == category]
             hits, places = [right[n] for n in here], [sheet.pictures[n] for n in here]
-            scores.append(mean("acc", hits, places, {"category": category}))
+            scores.append(mean("acc", hits, places, {"category": category}, binary=True))
             scores.append(all_right("acc+", hits, places, {"category": category}))
             both = together(torch.tensor([[hit, 1.0] for hit in hits]), places)
             for hit, count in both.tolist():

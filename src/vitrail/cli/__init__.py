@@ -30,6 +30,11 @@ COMMANDS = {
         "Say what pictures show.",
         "vitrail caption scene.png",
     ),
+    "claims": Command(
+        "vitrail.cli.claims:app",
+        "Re-test design claims of the papers in miniature: effect, interval and verdict.",
+        "vitrail claims run qlip-words-fall",
+    ),
     "codec": Command(
         "vitrail.cli.codec:app",
         "Look at what codecs keep of a picture, and measure it beside JPEG, WebP and AVIF.",
@@ -37,7 +42,7 @@ COMMANDS = {
     ),
     "data": Command(
         "vitrail.cli.data:app",
-        "List, fetch and show data sets, and make scenes whose truth is known.",
+        "List, fetch and show data sets, make scenes whose truth is known, and record worlds.",
         "vitrail data show crowded --out crowded.png",
     ),
     "demo": Command(

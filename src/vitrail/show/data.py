@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vitrail.data.episodes.read import are_episodes
 from vitrail.data.formats import guess, open_format
 from vitrail.data.formats.sample import Sample, Samples
 from vitrail.data.order import permuted
@@ -19,6 +20,7 @@ from vitrail.data.shards import Shards, ShardsConfig
 from vitrail.data.sources import SOURCES
 from vitrail.data.told import Teller
 from vitrail.errors import DataError, VitrailError, nearest
+from vitrail.show.episodes import draw_episodes
 from vitrail.show.sheet import Tile, draw_sheet
 
 
@@ -32,8 +34,8 @@ def draw_data(
     vendors: Sequence[str] = (),
     atlas: str = "emoji",
 ) -> Image.Image:
-    """A contact sheet of a source by name, of scenes by their preset, of shards, or of a file or folder in any format
-    that is read."""
+    """A contact sheet of a source by name, of scenes by their preset, of shards, of episodes, or of a file or folder in
+    any format that is read."""
     if count < 1:
         raise DataError(f"a sheet of {count} samples", "ask for at least one")
     if what in PRESETS:
@@ -43,6 +45,8 @@ def draw_data(
     path = Path(what)
     if what in SOURCES or what.startswith("hf:"):
         return _of_source(open_pictures(what), what, count, seed, side)
+    if are_episodes(path):
+        return draw_episodes(path, count=count, seed=seed)
     if _are_shards(path):
         shards = Shards(ShardsConfig(paths=what))
         return draw_sheet(list(_shards(shards, _spread(len(shards), count, seed))), f"{what}: {len(shards):,} samples")

@@ -107,6 +107,17 @@ def test_visible_parts_and_the_background_add_up(atlas):
         assert torch.equal(pixels[:, c][bare].long(), channel(empty, c)[bare])
 
 
+def test_what_lies_behind_shines_through(atlas):
+    scenes = layout(PRESETS["plain"], atlas.table, 1, torch.arange(12))
+    whole, faint, bare = (render(scenes, atlas, 50, opacity=x).int() for x in (1.0, 0.25, 0.0))
+    assert torch.equal(render(scenes, atlas, 50).int(), whole)
+    empty = backgrounds.backdrop(scenes.background, 50, 50)
+    assert all(torch.equal(bare[:, c].long(), channel(empty, c)) for c in range(3))
+    assert (faint - (0.25 * whole + 0.75 * bare)).abs().max() <= 2  # nothing overlaps in plain scenes
+    other = render(scenes, atlas, 50, windows=False, opacity=0.25)
+    assert torch.equal(other.int(), faint)
+
+
 def test_tints_have_the_colour_they_are_called(atlas):
     def nearest_colour(rgb: torch.Tensor) -> str:
         return min(COLOURS[1:], key=lambda c: (rgb - torch.tensor(c.rgb)).abs().sum().item()).name

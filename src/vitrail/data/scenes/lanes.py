@@ -44,6 +44,11 @@ def over(top: Tensor, below: Tensor) -> Tensor:
     return _shifted(left).add_(top)
 
 
+def faded(layer: Tensor, share: int) -> Tensor:
+    """A layer of which a share of 0…256 is left, rounded: what lies below it shines through."""
+    return _shifted(layer * share)
+
+
 def tinted(tones: Tensor, ink: Tensor, light: Tensor) -> Tensor:
     """A layer of tones (lanes: share of ink, that and the share of light together, nothing, opacity) in the given ink
     and light, which are packed colours of 0…256."""

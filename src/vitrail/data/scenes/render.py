@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.scenes.backgrounds import backdrop
-from vitrail.data.scenes.lanes import bytes_of, channel, lerp, over, tinted
+from vitrail.data.scenes.lanes import bytes_of, channel, faded, lerp, over, tinted
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.scenes.texture import Texture
@@ -36,14 +36,18 @@ class Masks(NamedTuple):
     background: Tensor  # uint8 (B, H, W): what all objects leave; with `visible` it adds up to 255
 
 
-def render(scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True) -> Tensor:
-    """uint8 (B, 3, H, W). `size` is a side or (H, W); `windows` chooses the way."""
+def render(
+    scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True, opacity: float = 1.0
+) -> Tensor:
+    """uint8 (B, 3, H, W). `size` is a side or (H, W); `windows` chooses the way; `opacity` is that of all objects."""
     H, W = _size(size)
+    share = round(256 * opacity)
     out = scenes.box.new_empty(len(scenes), 3, H, W, dtype=torch.uint8)
     for rows, slots in _chunks(scenes, atlas, H, W, windows):
         canvas = backdrop(scenes.background[rows], H, W)
         flat = canvas.view(-1)
         for places, layer in slots:
+            layer = layer if share == 256 else faded(layer, share)
             if places is None:
                 canvas = over(layer, canvas)
             else:

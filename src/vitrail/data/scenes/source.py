@@ -104,10 +104,21 @@ class SceneSource:
         return self._on(index.device)[0](self.config.seed, index)
 
     def draw(self, index: Tensor) -> Drawn:
-        lay, atlas = self._on(index.device)
-        scenes = lay(self.config.seed, index)
-        windows = index.device.type == "cpu"  # a GPU would wait for the host to learn their sizes
-        return Drawn(scenes, render(scenes, atlas, self.config.side, windows))
+        scenes = self.scenes(index)
+        return Drawn(scenes, self.render(scenes))
+
+    def render(self, scenes: Scenes) -> Tensor:
+        """uint8 (B, 3, H, W): scenes as this source draws them."""
+        device = scenes.box.device
+        windows = device.type == "cpu"  # a GPU would wait for the host to learn their sizes
+        return render(scenes, self._on(device)[1], self.size, windows, self.config.asked().opacity)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its pictures, whose shorter side is `side`."""
+        width, height = self.config.asked().ratio
+        side, short = self.config.side, min(width, height)
+        return side * height // short, side * width // short
 
     def _on(self, device: torch.device) -> tuple[Layout, Atlas]:
         if device not in self._ready:

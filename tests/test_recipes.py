@@ -176,3 +176,11 @@ def _stopped_after(run, steps: int, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_one_step", counted)
         recipe.train(run, out, quiet=True)
+
+
+def test_episodes_are_a_source():
+    read = recipe.read("smoke", {"sources.play": '{kind = "episodes", folder = "out/pocket", length = 4}'})
+    play = read.sources["play"]
+    assert (play.folder, play.length, play.part) == ("out/pocket", 4, "train")  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"mixture.weights names 'play', which the task 'text' cannot read"):
+        recipe.read("smoke", {"sources.play": read.sources["play"].plain(), "stages.0.mixture.weights": {"play": 1.0}})

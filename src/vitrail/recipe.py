@@ -17,8 +17,10 @@ from torch import nn
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder
 from vitrail.codecs.codec import Codec
+from vitrail.codecs.video import VideoCodec
 from vitrail.config import Config
 from vitrail.data.captions import captions
+from vitrail.data.episodes.source import EpisodesConfig, EpisodeSource
 from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
@@ -32,18 +34,24 @@ from vitrail.hub.lpips import load_lpips
 from vitrail.models.clip import Contrastive
 from vitrail.models.detector import Detector
 from vitrail.models.dino import Dino
+from vitrail.models.genie import Genie
+from vitrail.models.latent_actions import LatentActions
+from vitrail.models.looking import LookingVLM
 from vitrail.models.masked import Masked
 from vitrail.models.qlip import QLIP, TaughtCodec
 from vitrail.models.unified import Unified
+from vitrail.models.vlm import VLM
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.codec import CodecSettings, CodecTask
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
 from vitrail.tasks.dino import DinoSettings, DinoTask
+from vitrail.tasks.genie import DynamicsSettings, DynamicsTask, FramesSettings, make_frames_task
 from vitrail.tasks.mim import MimSettings, MimTask
 from vitrail.tasks.qlip import QlipSettings, QlipTask
 from vitrail.tasks.text import TextTask
 from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
+from vitrail.tasks.vlm import VLMSettings, VLMTask
 from vitrail.train import distributed
 from vitrail.train.lora import LoRAConfig, add_lora, merge
 from vitrail.train.optim import group_parameters
@@ -56,6 +64,7 @@ Sources = dict[str, Any]
 
 
 PICTURES = (NamedConfig, ScenesConfig)
+END = "<|endoftext|>"  # of a tokenizer that is trained here
 
 
 class TaskKind(NamedTuple):
@@ -97,6 +106,28 @@ TASKS: dict[str, TaskKind] = {
         UnifiedSettings,
         lambda source: talks(source, 1).pieces,
     ),
+    "vlm": TaskKind(
+        VLMTask,
+        (VLM, LookingVLM),
+        (*PICTURES, TextConfig),
+        VLMSettings,
+        lambda source: talks(source, 1).pieces,
+    ),
+    "video-codec": TaskKind(
+        lambda m, sources, words, settings: make_frames_task(m, "codec", settings),
+        (Genie, VideoCodec),
+        (EpisodesConfig,),
+        FramesSettings,
+    ),
+    "latent-actions": TaskKind(
+        lambda m, sources, words, settings: make_frames_task(m, "latent", settings),
+        (Genie, LatentActions),
+        (EpisodesConfig,),
+        FramesSettings,
+    ),
+    "dynamics": TaskKind(
+        lambda m, sources, words, settings: DynamicsTask(m, settings), Genie, (EpisodesConfig,), DynamicsSettings
+    ),
     "dino": TaskKind(lambda m, sources, words, settings: DinoTask(m, sources, settings), Dino, PICTURES, DinoSettings),
 }
 
@@ -122,17 +153,23 @@ class ModelPart(Config):
 
 
 class TokenizerPart(Config):
-    """A tokenizer from a folder or a model's name, or one trained on the recipe's training text and captions."""
+    """A tokenizer from a folder or a model's name, or one trained on the recipe's training text and captions.
+
+    `specials` are words of one trained here besides its end, whose ids follow that of the end: 1, 2, …
+    """
 
     start: str | None = None
     train: int | None = None  # size of the vocabulary
+    specials: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.start is None) == (self.train is None):
             raise ConfigError("a tokenizer is loaded or trained", "give start = a folder, or train = a vocabulary size")
+        if self.specials and self.train is None:
+            raise ConfigError("specials of a tokenizer that is loaded", "leave them out: it has its own")
 
 
-SourceConfig = TextConfig | ScenesConfig | NamedConfig
+SourceConfig = TextConfig | ScenesConfig | NamedConfig | EpisodesConfig
 
 
 class Recipe(Config):
@@ -250,8 +287,8 @@ def read(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -
 def _lay(data: dict[str, Any], key: str, value: Any) -> None:
     """Set one value by its dotted path; a number counts into a list. A text is TOML, or a string as it stands."""
     if isinstance(value, str):
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            value = tomllib.loads(f"value = {value}")["value"]
+        with contextlib.suppress(tomllib.TOMLDecodeError):  # a long table may stand on several lines
+            value = tomllib.loads("value = " + value.replace("\n", " "))["value"]
     *way, last = key.split(".")
     node: Any = data
     for part in way:
@@ -306,17 +343,21 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     with distributed.joined(device):
+        shown = None
         if distributed.rank() == 0:  # what is made once, by one
-            _tokenizer(recipe, out, _pictures(recipe))
+            shown = _pictures(recipe)
+            _tokenizer(recipe, out, shown)
         distributed.wait()
-        shown = _pictures(recipe)
+        shown = _pictures(recipe) if shown is None else shown
         words = _tokenizer(recipe, out, shown)
         sources = {name: shown.get(name) or _text(config, words) for name, config in recipe.sources.items()}
         model = _model(recipe, words)
         recipe.check_stages(model)
         more = {"seed": recipe.seed, "device": device, "identity": identity(recipe, sources), "quiet": quiet}
+        spoken = words  # with the way that a task speaks to the model, where it has one
         for i, stage in enumerate(recipe.stages):
             task = TASKS[stage.task].make(model, _named(sources, stage), words, recipe.settings(i))
+            spoken = getattr(task, "spoken", spoken)
             trainer = Trainer(stage, task, sources, out / stage.name, **more)
             trainer.train()
             if distributed.size() > 1:  # the next stage shares the weights out anew; the end is for one alone
@@ -327,7 +368,7 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
         if distributed.rank() == 0:
             if recipe.lora is not None:
                 merge(model)
-            _keep(model, out / "final", words)
+            _keep(model, out / "final", spoken)
         distributed.wait()
     return model
 
@@ -340,6 +381,8 @@ def _pictures(recipe: Recipe) -> Sources:
             shown[name] = SceneSource(config, open_atlas(config.atlas), name)
         elif isinstance(config, NamedConfig):
             shown[name] = NamedSource(config, name)
+        elif isinstance(config, EpisodesConfig):
+            shown[name] = EpisodeSource(config)
     return shown
 
 
@@ -365,13 +408,13 @@ def _tokenizer(recipe: Recipe, out: Path, shown: Sources) -> Tokenizer | None:
     for name, source in shown.items():
         if (pieces := told.get(name)) is not None:
             texts += pieces(source).texts[1:]
-    made_of = hashlib.sha256(repr((part.train, texts)).encode()).hexdigest()
+    made_of = hashlib.sha256(repr((part.train, texts, *part.specials)).encode()).hexdigest()
     kept, note = out / "tokenizer", "made-of"
     if not (kept / note).is_file() or (kept / note).read_text() != made_of:
         assert part.train is not None
         partial = out / ".partial-tokenizer"
         shutil.rmtree(partial, ignore_errors=True)
-        Tokenizer.train(texts, part.train).save(partial)
+        Tokenizer.train(texts, part.train, specials=(END, *part.specials), eos=END).save(partial)
         (partial / note).write_text(made_of)
         shutil.rmtree(kept, ignore_errors=True)
         partial.rename(kept)
@@ -412,7 +455,8 @@ def _model(recipe: Recipe, words: Tokenizer | None) -> Any:
     return model if recipe.lora is None else add_lora(model, recipe.lora)
 
 
-FRESH = ("mask", "head", "pooler")  # of a tower: what a part may have that the one it starts from has not
+# What a part may have that the one it starts from has not: of a tower, and of a decoder what pictures reach it by.
+FRESH = ("mask", "head", "pooler", "fusion")
 
 
 def _start(model: nn.Module, name: str, other: StartPart) -> None:
@@ -433,8 +477,11 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
                 f"model.parts.{name} cannot start from {other.start}: {key} is {theirs_is}", "give both the same config"
             )
     mine.load_state_dict({key: give[key] for key in have if key in give}, strict=False)
+    if isinstance(mine, Decoder) and any(key.startswith("fusion.") for key in alone):
+        mine.fuse(mine.config.fusion)  # made anew of the weights that are there now
     if alone:
-        sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(alone)}\n")
+        fresh = dict.fromkeys(key.split(".")[0] for key in alone)
+        sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(fresh)}\n")
 
 
 def _check_vocabulary(config: Any, size: int) -> None:

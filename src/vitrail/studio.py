@@ -29,7 +29,7 @@ from vitrail.talker import Talker, usable
 
 DESCRIBE = "Describe the picture briefly."
 MINI = "mini"  # the model that ships with the package
-TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
+TRAIN = "vitrail train untested/mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
 
 
 def load(

@@ -86,8 +86,8 @@ class Codec(nn.Module):
                     f"{bridge} is 'none', and {left} channels do not fit {right}",
                     f"make {bridge} 'linear', or them equal",
                 )
-        self.into = _bridge(config.into, E, E, reads)
-        self.out_of = _bridge(config.out_of, gives, net.reads, None)
+        self.into = make_bridge(config.into, E, E, reads)
+        self.out_of = make_bridge(config.out_of, gives, net.reads, None)
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Codec(nn.Module):
         return Work.full((H // self.factor) * (W // self.factor), batch)
 
 
-def _bridge(kind: Bridge, left: int, right: int, then: int | None) -> nn.Module:
+def make_bridge(kind: Bridge, left: int, right: int, then: int | None) -> nn.Module:
     """left → right, and with GELU between on to `then`, if there is one."""
     match kind:
         case "none":

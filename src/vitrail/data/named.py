@@ -172,7 +172,8 @@ class NamedSource:
             bool(before.strip()) + 2 * ("{a}" in template) + 4 * (after == ".")
             for template, (before, after) in zip(config.templates, parts, strict=True)
         ]
-        names = [[form.format(about.name, indefinite(about.name)) for form in _FORMS] for about in self.abouts]
+        called = [about.name.strip() for about in self.abouts]
+        names = [[form.format(name, indefinite(name)) for form in _FORMS] for name in called]
         foreign = [rows(self._own([a.labels.get(code, "") for a in self.abouts])) for code in config.languages]
         return _Tables(
             pixels,

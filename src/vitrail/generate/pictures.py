@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.generate.masked import gumbel, hide_least, still_hidden
 from vitrail.generate.sampling import Dice, Sampling, choose, shape
 from vitrail.models.unified import DRAW, Unified
 
@@ -125,14 +126,10 @@ def _by_and_by(
         laid = model.lay(words, model.drawn(*rows))
         found, sure = _codes(model, model.drawing_states(laid, model.hidden(laid)), drawing, chance)
         ids = torch.where(hidden, found.view(B, h, w), ids)
-        left = torch.ceil(torch.cos(torch.tensor(math.pi / 2 * (step + 1) / drawing.steps)) * total).long()  # (B,)
-        if step + 1 == drawing.steps:
-            left = torch.zeros_like(left)
-        noise = -(-(chance.roll(h * w).clamp(1e-12, 1 - 1e-12)).log()).log()
+        left = still_hidden(total, step, drawing.steps)
+        noise = gumbel(chance.roll(h * w))
         sure = sure + drawing.wander * (1 - (step + 1) / drawing.steps) * noise.to(sure)
-        sure = sure.masked_fill(~hidden.flatten(1), torch.inf)  # what is settled stays
-        rank = sure.argsort(1).argsort(1)  # 0: the least sure
-        hidden = (rank < left[:, None].to(rank)).view(B, h, w) & hidden
+        hidden = hide_least(sure, hidden.flatten(1), left).view(B, h, w)
         progress(int(h * w * B - left.sum()), h * w * B)
     return ids
 

@@ -164,6 +164,7 @@ def _fits(model: VLM, batch: Batch) -> bool:
     config = model.config
     return (
         isinstance(model.tower, (ViT, PackedViT))
+        and model.queries is None
         and isinstance(config.connector, (MergerConfig, ProjectorConfig))
         and isinstance(config.decoder.fusion, (PrefixConfig, DeepStackConfig))
         and not bool(batch.spans.any())

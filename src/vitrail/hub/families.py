@@ -2,6 +2,7 @@
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
+from vitrail.codecs.video import VideoCodec, VideoCodecConfig
 from vitrail.encoders import PackedViT, PackedViTConfig, TiledViT, TiledViTConfig
 from vitrail.hub.autoencoders import AUTOENCODER_KL
 from vitrail.hub.blip2 import BLIP2, BLIP2_TOWER
@@ -19,6 +20,8 @@ from vitrail.hub.qwen_vl import QWEN_VL
 from vitrail.hub.towers_vl import TOWERS_VL
 from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
+from vitrail.models.genie import Genie, GenieConfig
+from vitrail.models.latent_actions import LatentActions, LatentActionsConfig
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
 from vitrail.models.masked import Masked, MaskedConfig
 from vitrail.models.qlip import QLIP, QLIPConfig, TaughtCodec, TaughtCodecConfig
@@ -34,6 +37,9 @@ MODELS: dict[str, tuple[type, type]] = {
     "taught-codec": (TaughtCodecConfig, TaughtCodec),
     "dino": (DinoConfig, Dino),
     "unified": (UnifiedConfig, Unified),
+    "genie": (GenieConfig, Genie),
+    "video-codec": (VideoCodecConfig, VideoCodec),
+    "latent-actions": (LatentActionsConfig, LatentActions),
     "vlm": (VLMConfig, VLM),
     "looking-vlm": (LookingVLMConfig, LookingVLM),
     "packed_vit": (PackedViTConfig, PackedViT),

@@ -186,11 +186,7 @@ class LookingVLM(nn.Module):
             )
         weight = self.decoder.embed.weight
         if not seen:
-            if self.config.cross.blind == "skip":
-                return None
-            # Words without a picture go through the blocks' MLPs in any company, so they get something not to see.
-            none = Plan(segments=torch.zeros_like(batch.ids), key_segments=torch.full((len(marks), 1), -1))
-            return Looked(weight.new_zeros(len(marks), 1, self.config.width), none.to(weight.device))
+            return self.nothing(*marks.shape)
         # Samples lie in the rows where they fit; their pictures came in the order of the samples.
         order = batch.segments[row, at].argsort(stable=True).argsort()
         laid = [seen[i] for i in order.tolist()]
@@ -199,6 +195,16 @@ class LookingVLM(nn.Module):
         plan = picture_plan(marks, sizes, joined=self.config.joined, segments=batch.segments)
         features = pad_sequence(rows, batch_first=True)  # (B, S, D)
         return Looked(features, plan.to(weight.device))
+
+    def nothing(self, rows: int, tokens: int) -> Looked | None:
+        """What so many rows of words without a picture are shown."""
+        if self.config.cross.blind == "skip":
+            return None
+        # Words without a picture go through the blocks' MLPs in any company, so they get something not to see.
+        weight = self.decoder.embed.weight
+        segments = torch.zeros(rows, tokens, dtype=torch.long, device=weight.device)
+        none = Plan(segments=segments, key_segments=torch.full_like(segments[:, :1], -1))
+        return Looked(weight.new_zeros(rows, 1, self.config.width), none)
 
     # ---- costs --------------------------------------------------------------------------------------------------
 

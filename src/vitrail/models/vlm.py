@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import DeepStackConfig, ExpertConfig, Marked, Pictures, Stacked
+from vitrail.codecs.tower import CodesTower, CodesTowerConfig
 from vitrail.connectors import Fused, make_connector
 from vitrail.connectors.stitch import stitched
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
@@ -101,13 +102,14 @@ class VLM(nn.Module):
             )
         cuts = [shape for shape in shown.shapes if isinstance(shape, Cut)]
         views = [view for cut in cuts for view in cut.views]
-        features = self._features(shown.pixels)  # (V, N, D)
+        features = self.features(shown.pixels)  # (V, N, D)
         if len(features) != len(views):
             raise ImageError(f"{len(features)} views for pictures that were cut into {len(views)}", "use prepare")
         soft = self.connector(features, self.config.laid(views[0].grid))  # (V, M, W)
         return Seen([self._read(mine, cut) for mine, cut in zip(_by_cut(soft, cuts), cuts, strict=True)], [])
 
-    def _features(self, pixels: Tensor) -> Tensor:
+    def features(self, pixels: Tensor) -> Tensor:
+        """Views (V, C, H, W) → what the tower makes of them (V, N, D)"""
         if isinstance(self.tower, ViT):
             return (self.tower.tokens if self.config.prefix else self.tower)(pixels, layer=self.config.layer)
         return self.tower(pixels)
@@ -210,6 +212,8 @@ def _make_tower(config: TowerConfig) -> nn.Module:
             return PackedViT(config)
         case TowersConfig():
             return Towers(config)
+        case CodesTowerConfig():
+            return CodesTower(config)
 
 
 def _packed(connector: nn.Module, features: Tensor, grids: Sequence[Grid]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig
+from vitrail.codecs.tower import CodesTowerConfig
 from vitrail.config import Config
 from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig
 from vitrail.encoders.depth import depth_of
@@ -21,7 +22,7 @@ from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
 from vitrail.stream import Part, Rules, picture, video
 
-TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig
+TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig | CodesTowerConfig
 Shape: TypeAlias = Cut | Grid
 
 
@@ -143,7 +144,7 @@ class VLMConfig(Config):
     @property
     def width(self) -> int:
         """Of the features that the tower gives."""
-        return self.tower.width if isinstance(self.tower, TowersConfig) else self.tower.block.width
+        return self.tower.width if isinstance(self.tower, TowersConfig | CodesTowerConfig) else self.tower.block.width
 
     @property
     def films(self) -> Footage | None:

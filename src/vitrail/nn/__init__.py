@@ -12,6 +12,7 @@ from vitrail.nn.patches import PatchEmbed, grid_windows, patchify, unpatchify
 from vitrail.nn.plan import Plan, attention_plan
 from vitrail.nn.positions import LearnedPositions, grid_positions, text_positions
 from vitrail.nn.rotary import LAYOUTS, Rotary, RotaryConfig, Rotation, rotate
+from vitrail.nn.spacetime import FrameCache, FramesWork, SpaceTime, SpaceTimeConfig
 
 __all__ = [
     "LAYOUTS",
@@ -20,6 +21,8 @@ __all__ = [
     "Block",
     "BlockConfig",
     "ExpertsConfig",
+    "FrameCache",
+    "FramesWork",
     "GatedConfig",
     "KVCache",
     "LearnedPositions",
@@ -30,6 +33,8 @@ __all__ = [
     "Rotary",
     "RotaryConfig",
     "Rotation",
+    "SpaceTime",
+    "SpaceTimeConfig",
     "Work",
     "attend",
     "attention_plan",

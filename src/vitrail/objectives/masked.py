@@ -77,3 +77,15 @@ def pixel_loss(said: Tensor, patches: Tensor) -> Tensor:
 def feature_loss(said: Tensor, features: Tensor) -> Tensor:
     """Sum over patches of 1 − cosine to a teacher's features (EVA). Both (B, M, K)."""
     return (1 - F.cosine_similarity(said.float(), features.float(), dim=-1)).sum()
+
+
+def hide_codes(shape: tuple[int, ...], rate: tuple[float, float], device: torch.device | None = None) -> Tensor:
+    """(B, T, h, w) booleans: codes of a video to be guessed. Of each video a share drawn from `rate` is hidden, code by
+    code, and of the first frame nothing: it is what a world starts from (Genie: half of the codes to all)."""
+    low, high = rate
+    if not 0 <= low <= high <= 1 or not high:
+        raise ConfigError(f"rates from {low:g} to {high:g} of the codes to be hidden", "give 0 ≤ low ≤ high ≤ 1")
+    share = low + (high - low) * torch.rand(shape[0], 1, 1, 1, device=device)
+    hidden = torch.rand(shape, device=device) < share
+    first = torch.arange(shape[1], device=device)[:, None, None] == 0
+    return hidden & ~first

@@ -125,6 +125,20 @@ _PLAIN = """\
 {%- endfor -%}
 """
 
+# Every turn ends with the end token, and nothing else says whose it was.
+_ENDED = """\
+{{- bos_token -}}
+{%- for turn in turns -%}
+    {%- if turn.role == 'assistant' -%}
+        {%- generation -%}{{ body(turn) + eos_token }}{%- endgeneration -%}
+    {%- elif system -%}
+        {{ raise_exception('the role system has no place here') }}
+    {%- else -%}
+        {{ body(turn) + eos_token }}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
 # The tokens around a picture are shared by pictures side by side.
 _IDEFICS = """\
 {%- macro shown(message) -%}
@@ -206,5 +220,12 @@ PRESETS = {
     "mistral": Preset(_BODY + _TURNS + _MISTRAL, (), _IMAGE | _ENDS),
     "idefics": Preset(_BODY + _TURNS + _IDEFICS, (_FAKE["fake"],), _FAKE | _ENDS),
     "blip-2": Preset(_BODY + _TURNS + _BLIP2, (), {"image": "<image>", "bos_token": "</s>"}),
+    "ended": Preset(_BODY + _TURNS + _ENDED, (), _IMAGE | {"after": ""} | _ENDS),
     "plain": Preset(_BODY + _TURNS + _PLAIN, (), _IMAGE | {"after": "", "bos_token": ""}),
 }
+
+
+def spoken(image: str, start: str, end: str) -> str:
+    """The `ended` template as a tokenizer keeps it, with its own words for a picture, the start and the end."""
+    own = {"image": image, "before": "", "after": "", "bos_token": start, "eos_token": end}
+    return "".join(f"{{%- set {name} = {value!r} -%}}\n" for name, value in own.items()) + PRESETS["ended"].source

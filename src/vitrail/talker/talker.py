@@ -64,11 +64,6 @@ class Talker:
         found = find(resolve(name_or_path))
         if not issubclass(found.model, VLM | LookingVLM):
             raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
-        if isinstance(found.config, VLMConfig) and found.config.queries is not None:
-            raise ConfigError(
-                f"{name_or_path} fuses its queries with the question, which is not done for talks",
-                "use model(batch, …)",
-            )
         tokenizer, habit = hub.tokenizer(name_or_path), habit_of(found)
         chosen = template_of(found, tokenizer, habit, template)
         # The weights come last: what can be wrong is said before they are read.
@@ -82,6 +77,21 @@ class Talker:
         question, or where it says so, if the template allows it: "Is <image> larger than <image>?" Of videos so many
         frames are read, or so many a second, or as the model's config says. `how` is what `stream` takes."""
         return self.chat([self.turn(shown, question, frames=frames, fps=fps)], **how)
+
+    def answers(self, shown: Sequence[Any], questions: Sequence[str], *, max_new: int, **how: Any) -> list[str]:
+        """The answers to one question about each of several pictures, written side by side. `how` is what
+        `generate.text.generate` takes."""
+        if len(shown) != len(questions):
+            raise ConfigError(f"{len(shown)} pictures and {len(questions)} questions", "give a picture a question")
+        prompts = [self.prompt([self.turn(one, asked)]) for one, asked in zip(shown, questions, strict=True)]
+        for one in prompts:
+            self._room(one, max_new)
+            if one.videos is not None:
+                raise ConfigError("videos are not asked about side by side", "use ask")
+        how = {"sampling": GREEDY, "tokenizer": self.words, "stop_ids": self.stops, "max_new": max_new, **how}
+        pictures = _together([one.pictures for one in prompts if one.pictures is not None])
+        said = seen.write(self.model, [one.stream for one in prompts], pictures, **how)
+        return [one.text.strip() for one in said]
 
     def chat(self, messages: Sequence[Message], **how: Any) -> str:
         """The answer to a conversation of several turns, with pictures and videos in any of them."""
@@ -146,6 +156,8 @@ class Talker:
         images = [load_image(part["image"]) for part in flat if part["type"] == "image"]
         films, videos = self._watched([part["video"] for part in flat if part["type"] == "video"])
         pictures = self.model.prepare(images) if images else None
+        if isinstance(pictures, Shown) and isinstance(self.model, VLM) and self.model.queries is not None:
+            pictures = pictures._replace(questions=([self._question(messages, flat)],))
         return Prompt(self._stream(ids, pictures, videos, films), pictures, videos)
 
     def _ids(self, said: Sequence[Message], shown: Counter[str]) -> list[int]:
@@ -170,6 +182,15 @@ class Talker:
                     "use a template that writes one for each, such as template='vicuna'",
                 )
         return ids
+
+    def _question(self, messages: Sequence[Message], parts: Sequence[Message]) -> torch.Tensor:
+        """The ids (T,) that queries are fused with."""
+        if len(messages) != 1 or sum(part["type"] == "image" for part in parts) != 1:
+            raise ConfigError(
+                "queries that are fused with the question, in a talk of several turns or pictures",
+                "ask one question about one picture, or use model(batch, …)",
+            )
+        return torch.tensor(self.words.encode("".join(part.get("text", "") for part in parts), literal=True))
 
     def _watched(self, videos: Sequence[Video]) -> tuple[list[Watched], Shown | None]:
         if not videos or not isinstance(self.model, VLM):
@@ -223,12 +244,20 @@ class Talker:
         start = 0
         for at, id in enumerate(ids):
             if id == self.marks["image"]:
-                parts += [words(ids[start:at] + self.before), config.part(next(stills)), words(self.after)]
+                parts += [words(ids[start:at] + self.before), *config.parts(next(stills)), words(self.after)]
                 start = at + 1
             elif id == self.marks.get("video"):
                 taken, start = film(ids, start, at, *next(clips), config, self.words)
                 parts += taken
         return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
+
+
+def _together(pictures: Sequence[Shown | Views]) -> Shown | Views | None:
+    """Those of several prompts as those of one batch."""
+    if not pictures:
+        return None
+    pixels, *rest = zip(*pictures, strict=True)
+    return type(pictures[0])(torch.cat(pixels), *(tuple(one for own in column for one in own) for column in rest))
 
 
 def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:

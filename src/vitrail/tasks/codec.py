@@ -224,8 +224,8 @@ def codec_of(model: nn.Module) -> Codec:
 
 
 @torch.no_grad()
-def loss_names(codec: Codec) -> list[str]:
-    """The losses that its quantizer gives."""
+def loss_names(codec: Any) -> list[str]:
+    """The losses that its quantizer gives: of a codec, or of another that has a quantizer and a device."""
     quantizer, mode = codec.quantizer, codec.quantizer.training
     quantizer.eval()  # or it would learn
     names = list(quantizer(torch.zeros(1, quantizer.dim, device=codec.device)).losses)

@@ -74,3 +74,17 @@ class PartedTask(Task, Protocol):
         counts and gradients stay.
         """
         ...
+
+
+@runtime_checkable
+class MeteredTask(Task, Protocol):
+    """A task that knows what a step takes where `flops` and `counts` do not say it: of parts that learn nothing some
+    run forward alone, and of the tokens in a batch some are padding."""
+
+    def step_flops(self, batch: Batch) -> float:
+        """Operations of a step, forward and backward."""
+        ...
+
+    def useful(self) -> int:
+        """Tokens read since this was last asked, padding aside."""
+        ...

@@ -27,7 +27,7 @@ from vitrail.train.ema import EMA
 from vitrail.train.log import Log
 from vitrail.train.optim import Optimizer
 from vitrail.train.stage import StageConfig, choose_trainable
-from vitrail.train.task import Batch, Source, Task, Varied
+from vitrail.train.task import Batch, MeteredTask, Source, Task, Varied
 
 
 class Samples(Dataset):
@@ -207,7 +207,11 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(self.task.model)
         spent = time.perf_counter() - start
-        tokens, flops = max(counts.values(), default=0), self._passes * sum(self.task.flops(batch) for batch in micro)
+        if isinstance(self.task, MeteredTask):
+            tokens = distributed.total({"useful": self.task.useful()})["useful"]
+            flops = sum(map(self.task.step_flops, micro))
+        else:
+            tokens, flops = max(counts.values(), default=0), self._passes * sum(map(self.task.flops, micro))
         return {
             "loss": sum(self.task.weights[name] * mean for name, mean in means.items()),
             **{f"loss/{name}": mean for name, mean in means.items()},
@@ -248,6 +252,8 @@ class Trainer:
             for name, loss in self.whole({key: value.to(self.device) for key, value in batch.items()}).items():
                 sums[name] = sums.get(name, 0.0) + loss.item()
         distributed.let_go(self.whole)
+        if isinstance(self.task, MeteredTask):
+            self.task.useful()  # what was judged is none of the next step's
         return {name: sums[name] / max(counts[name], 1) for name in sums}
 
     # ---- samples ------------------------------------------------------------------------------------------------

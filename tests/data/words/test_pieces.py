@@ -75,6 +75,22 @@ def test_a_tokenizer_that_puts_a_space_before_every_text_is_refused():
         pieces.tokenized(Tokenizer(rust))
 
 
+def test_a_space_that_sentencepiece_puts_before_every_text_stands_before_the_first_piece_alone():
+    """Llama's way: words begin with a mark, and so does whatever is encoded by itself."""
+    rust = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?", fuse_unk=True))
+    rust.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    rust.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["?"], vocab_size=90)
+    rust.train_from_iterator(["there is a dog, and a cat", "there are 3 dogs"] * 9, trainer)
+    tokenizer, pieces = Tokenizer(rust), Pieces()
+    first, behind = pieces.rows(["there is", "there are"]), pieces.rows([" a dog,", " and a cat", " 3 dogs"])
+    tokens = pieces.tokenized(tokenizer)
+    rows = torch.tensor([[first[0], behind[0], behind[1]], [first[1], behind[2], 0], [first[0], behind[0], behind[0]]])
+    ids, lengths = tokens.write(rows, 40, pad=-1)
+    for row, n, text in zip(ids.tolist(), lengths.tolist(), pieces.read(rows), strict=True):
+        assert row[:n] == tokenizer.encode(text) and tokenizer.decode(row[:n]) == text
+
+
 def test_what_has_no_room_is_said():
     tokens = TokenTable([[], [1, 2], [3]])
     rows = torch.tensor([[1, 0, 2], [2, 0, 0]])

@@ -44,25 +44,38 @@ class Pieces:
     def tokenized(self, tokenizer: Tokenizer, *more: Sequence[int]) -> "TokenTable":
         """The same table in token ids; refused where a piece would have other ids inside a sentence. Behind it rows of
         ids that are no text: what stands before and behind a sentence."""
-        ids = [[], *tokenizer.encode_batch(self.texts[1:])]
+        ids = [[], *_inside(tokenizer, self.texts[1:])]
         seams = self._seams()
-        for (left, right), whole in zip(seams, tokenizer.encode_batch([a + b for a, b in seams]), strict=True):
+        for (left, right), whole in zip(seams, _inside(tokenizer, [a + b for a, b in seams]), strict=True):
             if whole != ids[self._row[left]] + ids[self._row[right]]:
                 raise TextError(
                     f"the tokenizer reads {left + right!r} otherwise than {left!r} and {right!r} one behind the other",
-                    "use a byte-level tokenizer that begins a word at every space, and pieces that begin with one",
+                    "use a tokenizer that begins a word at every space, and pieces that begin with one",
                 )
         return TokenTable([*ids, *more])
 
     def _seams(self) -> list[tuple[str, str]]:
         """Pairs that stand for all: every piece on either side once, every sort of end before every sort of start."""
-        follow = [text for text in self.texts if text[:1] == " "]
-        ends = {_sort(text[-1]): text for text in self.texts[1:]}
+        texts = [text for text in self.texts if text.strip()]  # a lone space is what an empty slot would say
+        follow = [text for text in texts if text[:1] == " "]
+        ends = {_sort(text[-1]): text for text in texts}
         starts = {tuple(map(_sort, text[:2])): text for text in follow}
         every = [(end, start) for end in ends.values() for start in starts.values()]
         if not follow:
             return every
-        return every + [(text, follow[0]) for text in self.texts[1:]] + [(follow[0], text) for text in follow]
+        return every + [(text, follow[0]) for text in texts] + [(follow[0], text) for text in follow]
+
+
+def _inside(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts where they stand: one that begins with a space stands behind another, which to SentencePiece, who
+    puts a space before every text, is not the same as alone."""
+    first = "a"
+    lead = tokenizer.encode(first)
+    found = tokenizer.encode_batch([first + text if text[:1] == " " else text for text in texts])
+    return [
+        ids[len(lead) :] if text[:1] == " " and ids[: len(lead)] == lead else ids
+        for text, ids in zip(texts, found, strict=True)
+    ]
 
 
 def _sort(char: str) -> str:

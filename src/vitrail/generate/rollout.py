@@ -1,0 +1,145 @@
+"""Worlds that go on: frame after frame of a Genie, each drawn in a few passes, with what was seen kept in a cache.
+
+What has been drawn is what the next frame is made of: its codes go into the caches of the dynamics and of the codec's
+decoder before the next is begun. Chance is one stream a row, so that a row's world depends on its own seed alone.
+
+B rows, T frames, C channels, H, W pixels, h × w codes of a frame, N = h·w, K codes there are
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.config import Config
+from vitrail.errors import ConfigError, DataError
+from vitrail.generate.masked import gumbel, hide_least, still_hidden
+from vitrail.generate.sampling import Dice, Sampling, choose, shape
+from vitrail.models.genie import Genie
+
+Say = Callable[[Tensor, Tensor], Tensor]
+"""ids (B, 1, h, w) of a frame as far as it is drawn, and where it is not → logits (B, 1, h, w, K)"""
+
+
+class Rolling(Config):
+    """
+    steps     passes that draw a frame; one more takes it into the memory
+    sampling  how a code is chosen; temperature divides logits, and the seed is the first row's
+    order     which codes are settled first: any (Genie), or the surest. The surest are those that did not change, so
+              that few passes in that order tend to copy the last frame.
+    """
+
+    steps: int = 8
+    sampling: Sampling = Sampling()
+    order: Literal["random", "sure"] = "random"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"a frame drawn in {self.steps} passes", "give at least one")
+        if self.sampling.repetition != 1:
+            raise ConfigError("codes may repeat: a sky is one code again and again", "leave repetition at 1")
+
+
+class Rollout:
+    """One world a row: `start` from frames, then `step` by actions, as often as one likes.
+
+    Memory is the model's: frames beyond it are forgotten, so that a step costs the same however long the world runs.
+    """
+
+    def __init__(self, model: Genie, rolling: Rolling | None = None):
+        self.model, self.rolling = model.eval(), rolling or Rolling()
+        self._ids: Tensor | None = None
+
+    @property
+    def actions(self) -> int:
+        return self.model.actions
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, C) of the frames the model was made for."""
+        height, width = self.model.codec.size
+        return height, width, self.model.config.codec.channels
+
+    @torch.no_grad()
+    def start(self, frames: Tensor, actions: Tensor | None = None, seed: int | None = None) -> Tensor:
+        """uint8 (B, C, H, W), or several frames (B, T, C, H, W) and the actions between them (B, T − 1), which a model
+        that learned actions can infer → the last frame as the codec shows it, uint8 (B, C, H, W)
+        """
+        model = self.model
+        video = model.codec.pixels(frames if frames.ndim == 5 else frames[:, None])
+        B, T = video.shape[:2]
+        if actions is None:
+            actions = model.infer(video) if T > 1 else torch.zeros(B, 0, dtype=torch.long, device=video.device)
+        if actions.shape != (B, T - 1):
+            raise DataError(f"actions {tuple(actions.shape)} between {B} × {T} frames", f"give ({B}, {T - 1})")
+        model.check_actions(actions)
+        self.chance = Dice(B, self.rolling.sampling.seed if seed is None else seed, video.device)
+        self.past, self.shown = model.dynamics.transformer.cache(), model.codec.decoder.cache()
+        return self._take(model.look(video), model.dynamics.led(actions.to(video.device)))
+
+    @torch.no_grad()
+    def step(self, actions: Tensor) -> Tensor:
+        """An action a row (B,) → the next frame, uint8 (B, C, H, W)"""
+        if self._ids is None:
+            raise ConfigError("a world that has not begun cannot go on", "call start first")
+        if actions.shape != (len(self._ids),):
+            raise DataError(f"actions {tuple(actions.shape)} for {len(self._ids)} worlds", "give one each")
+        self.model.check_actions(actions)
+        led = actions.to(self._ids.device)[:, None]
+
+        def say(ids: Tensor, hidden: Tensor) -> Tensor:
+            return self.model.dynamics(ids, led, hidden, self.past)
+
+        return self._take(draw_frame(say, self._ids[:, -1:], self.rolling, self.chance), led)
+
+    @property
+    def ids(self) -> Tensor:
+        """The codes (B, h, w) of the last frame."""
+        assert self._ids is not None
+        return self._ids[:, -1]
+
+    def _take(self, ids: Tensor, led: Tensor) -> Tensor:
+        """Frames that are now past: ids (B, T, h, w)"""
+        model = self.model
+        model.dynamics.hidden_states(ids, led, cache=self.past)
+        drawn = model.codec.decode(model.codec.lookup(ids), self.shown)
+        self.past.keep()
+        self.shown.keep()
+        self._ids = ids
+        return model.codec.bytes(drawn[:, -1])
+
+
+def draw_frame(say: Say, empty: Tensor, rolling: Rolling, chance: Dice) -> Tensor:
+    """Ids (B, 1, h, w) of a frame of which nothing is known, of the shape of `empty`"""
+    ids, (B, _, h, w) = torch.zeros_like(empty), empty.shape
+    hidden = torch.ones_like(ids, dtype=torch.bool)
+    total = torch.full((B,), h * w, device=ids.device)
+    for step in range(rolling.steps):
+        logits = say(ids, hidden).flatten(0, -2)  # (B·N, K)
+        found = choose(logits, rolling.sampling, chance.roll(h * w).flatten())
+        ids = torch.where(hidden, found.view_as(ids), ids)
+        sure = gumbel(chance.roll(h * w))
+        if rolling.order == "sure":
+            said = shape(logits, rolling.sampling).log_softmax(-1)
+            sure = said.gather(-1, found[:, None]).view(B, h * w)
+        hidden = hide_least(sure, hidden.flatten(1), still_hidden(total, step, rolling.steps)).view_as(hidden)
+    return ids
+
+
+@torch.no_grad()
+def roll(
+    model: Genie,
+    frames: Tensor,
+    actions: Tensor,
+    rolling: Rolling | None = None,
+    *,
+    given: Tensor | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Frames to start from, as `Rollout.start` takes them with `given` as the actions between, and what is done then
+    (B, n) → the n frames that follow, uint8 (B, n, C, H, W)"""
+    world = Rollout(model, rolling)
+    world.start(frames, given, seed)
+    made = [world.step(one) for one in actions.unbind(1)]
+    return torch.stack(made, 1) if made else frames.new_zeros(len(frames), 0, *frames.shape[-3:])

@@ -1,0 +1,102 @@
+"""Actions that nobody labelled: what must be told of a frame to one who knows the frames before (Genie).
+
+An encoder sees frames 1 … t + 1 and says one of a few codes; a decoder makes frame t + 1 of frames 1 … t and of what
+was said up to there. Three bits hold no picture, so that they come to hold what the past does not tell: what was done.
+Only the codes are used; the decoder's frames are there to learn by.
+
+What is said is how the encoder's view changes from one frame to the next, and its direction alone chooses the code:
+what the frames have in common, which is most of a view at first, then has no say.
+
+B batch, T frames, C channels, H, W pixels, P patch, N patches of a frame, d width of a code
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.codecs.quantizers import VQ, Quantized, VQConfig
+from vitrail.codecs.video import check_patches, cut, mend, to_pixels
+from vitrail.config import Config
+from vitrail.errors import DataError
+from vitrail.nn import FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
+
+
+class LatentActionsConfig(Config):
+    """`quantizer.codes` are the actions: eight, not eight bits."""
+
+    image: int
+    patch: int
+    encoder: SpaceTimeConfig
+    decoder: SpaceTimeConfig
+    quantizer: VQConfig = VQConfig(codes=8, dim=32, metric="cosine", decay=0.95, revive=0.1)
+    channels: int = 3
+
+    def __post_init__(self) -> None:
+        check_patches(self.image, self.patch)
+
+
+class LatentActions(nn.Module):
+    def __init__(self, config: LatentActionsConfig):
+        super().__init__()
+        self.config = config
+        P, C, side = config.patch, config.channels, config.image // config.patch
+        wide, tall = config.encoder.block.width, config.decoder.block.width
+        self.seen, self.encoder = nn.Linear(C * P * P, wide), SpaceTime(config.encoder, (side, side))
+        self.into, self.quantizer, self.out_of = (
+            nn.Linear(wide, config.quantizer.dim),
+            VQ(config.quantizer),
+            nn.Linear(config.quantizer.dim, tall),
+        )
+        self.known = nn.Linear(C * P * P, tall)
+        self.decoder, self.last = SpaceTime(config.decoder, (side, side)), nn.Linear(tall, C * P * P)
+
+    @property
+    def actions(self) -> int:
+        return self.config.quantizer.codes
+
+    @property
+    def device(self) -> torch.device:
+        return self.last.weight.device
+
+    def infer(self, video: Tensor) -> Quantized:
+        """video (B, T, C, H, W) → a code (B, T − 1, d) and its id (B, T − 1) for every step from a frame to the next"""
+        if video.ndim == 5 and video.shape[1] < 2:
+            raise DataError(f"{video.shape[1]} frames have no action between them", "give two or more")
+        patches, grid = cut(video, self.config.patch, self.config.channels)
+        view = self.into(self.encoder(self.seen(patches), grid).mean(2))  # (B, T, d)
+        return self.quantizer(view.diff(dim=1))
+
+    def predict(self, video: Tensor, codes: Tensor) -> Tensor:
+        """Frames (B, T, C, H, W) and what was done at each (B, T, d) → the frames after them, not clamped"""
+        patches, grid = cut(video, self.config.patch, self.config.channels)
+        x = self.known(patches) + self.out_of(codes)[:, :, None]
+        return mend(self.last(self.decoder(x, grid)), self.config.patch, grid)
+
+    def forward(self, video: Tensor) -> tuple[Tensor, Quantized]:
+        """(B, T, C, H, W) → frames 2 … T as they are predicted, and the actions between"""
+        found = self.infer(video)
+        return self.predict(video[:, :-1], found.codes), found
+
+    def pixels(self, bytes: Tensor) -> Tensor:
+        """uint8 of any shape → −1 … 1 where the model lies, in its type"""
+        return to_pixels(bytes, self.last.weight)
+
+    def work(self, frames: int, batch: int = 1) -> FramesWork:
+        """Of the decoder, whose frames are one fewer than those of the encoder."""
+        return self.decoder.work(frames - 1, batch)
+
+
+@cost.flops.register
+def _(module: LatentActions, work: Work) -> int:
+    """Of `model(video)`; `work` as `LatentActions.work` gives it."""
+    side = module.config.image // module.config.patch
+    shown = work.tokens // (side * side * work.rows) + 1
+    seen = module.encoder.work(shown, work.rows)
+    steps = Work(tokens=work.rows * (shown - 1), pairs=0, rows=work.rows)
+    told = sum(cost.flops(part, steps) for part in (module.quantizer, module.out_of))
+    told += cost.flops(module.into, steps.with_(tokens=work.rows * shown))
+    patches = work.with_(tokens=work.tokens // (shown - 1) * shown)
+    made = sum(cost.flops(part, work) for part in (module.known, module.decoder, module.last))
+    return cost.flops(module.seen, patches) + cost.flops(module.encoder, seen) + told + made
+
+
+cost.bytes.register(LatentActions, cost.sum_bytes)

@@ -1,0 +1,144 @@
+"""Rows of one shape: a few words or none, one picture, and so many words behind it, in every row alike.
+
+What a stream says of each sample is said once for all of them, so that a step of training asks nothing of the host, and
+a compiler sees one shape. `model.hidden(batch, pictures)` of the same samples gives the same.
+
+B rows, C channels, S side, M tokens of a picture, n tokens before the words, L words, T words of a question, W width
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.backbones.fusion import ExpertConfig, Looked, Marked, Pictures, picture_plan
+from vitrail.errors import ConfigError
+from vitrail.models.looking import LookingVLM
+from vitrail.models.seeing import SeeingWork
+from vitrail.models.vlm import SEEN, VLM
+from vitrail.models.vlm_config import VLMConfig
+from vitrail.nn import Plan
+from vitrail.processing.canvas import Canvas
+from vitrail.processing.cut import Policy
+from vitrail.processing.fit import only_view
+from vitrail.processing.resolution import Native
+from vitrail.stream import KINDS, build, words
+
+SeeingModel = VLM | LookingVLM
+
+
+class Frame(NamedTuple):
+    """What is the same in every row, on one device."""
+
+    before: Tensor  # (n,) ids; of a picture's own tokens they are not read
+    positions: Tensor  # (1, n + L) or, for rotary layouts of several axes, (1, n + L, 3)
+    spans: Tensor | None  # (1, n + L), where something is read both ways
+    shown: Tensor  # (1, n + L), where a picture's tokens stand, or its mark
+
+
+class Rows:
+    """`lead` words, a picture, `length` words. `frame(device)` is made outside of what is compiled."""
+
+    def __init__(self, model: SeeingModel, lead: Sequence[int], length: int):
+        self.model, self.lead, self.length = model, list(lead), length
+        config = model.config
+        self.policy: Policy = policy_of(model)
+        self.side = only_view(self.policy, 1, 1).canvas[0]
+        if isinstance(config, VLMConfig):
+            parts = config.parts(config.policy.cut(self.side, self.side))
+            rules = config.rules
+        else:
+            parts, rules = [words([config.mark])], None
+        stream = build([*([words(self.lead)] if self.lead else []), *parts, words([0] * length)], rules)
+        self.before = len(stream) - length
+        flat = model.config.decoder.rotary.layout == "1d"
+        kinds = torch.tensor([KINDS[feed].id for feed in SEEN])
+        shown = torch.isin(stream.kinds, kinds) if isinstance(config, VLMConfig) else stream.ids == config.mark
+        shown[self.before :] = False
+        self._frames = {
+            torch.device("cpu"): Frame(
+                stream.ids[: self.before],
+                (stream.positions[..., 0] if flat else stream.positions)[None],
+                stream.spans[None] if bool(stream.spans.any()) else None,
+                shown[None],
+            )
+        }
+
+    def frame(self, device: torch.device) -> Frame:
+        if device not in self._frames:
+            before, positions, spans, shown = self._frames[torch.device("cpu")]
+            moved = before.to(device), positions.to(device), None if spans is None else spans.to(device)
+            self._frames[device] = Frame(*moved, shown.to(device))
+        return self._frames[device]
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def hidden(self, frame: Frame, pixels: Tensor, ids: Tensor, asked: Tensor | None = None) -> Tensor:
+        """pixels (B, C, S, S), ids (B, L) → what the head reads behind each of the words (B, L, W). `asked` (B, T) are
+        the questions that queries are fused with, −1 where there is none."""
+        model, B = self.model, len(ids)
+        if isinstance(model, LookingVLM):
+            features = _features(model, pixels)
+            plan = None
+            if self.lead:  # which do not see what comes after them
+                plan = picture_plan(frame.shown, features.shape[1]).to(ids.device)
+            x = model.decoder.embed(torch.cat([frame.before.expand(B, -1), ids], 1))
+            return self._through(frame, x, Looked(features, plan))
+        soft = model.connector(model.features(pixels), self._laid)  # (B, M, W)
+        if model.queries is not None:
+            soft = model.queries(soft, None, [asked] if asked is not None else 1)
+        n = len(self.lead)
+        lead, words = model.decoder.embed(frame.before[:n].expand(B, -1)), model.decoder.embed(ids)
+        x = torch.cat([lead, soft.to(words.dtype), words], 1)
+        fused = isinstance(model.config.decoder.fusion, ExpertConfig)
+        return self._through(frame, x, Marked(frame.shown.expand(B, -1)) if fused else None)
+
+    def text(self, ids: Tensor) -> Tensor:
+        """ids (B, L) without a picture → (B, L, W)"""
+        model = self.model
+        beside = model.nothing(*ids.shape) if isinstance(model, LookingVLM) else None
+        return model.decoder.hidden(ids, pictures=beside)
+
+    def _through(self, frame: Frame, x: Tensor, beside: Pictures | None) -> Tensor:
+        plan = Plan(causal=True, spans=frame.spans, key_spans=frame.spans)
+        positions = frame.positions.expand(len(x), *frame.positions.shape[1:])
+        return self.model.decoder.through(x, positions, plan, pictures=beside)[:, self.before :]
+
+    @property
+    def _laid(self):
+        config = self.model.config
+        assert isinstance(config, VLMConfig)
+        return config.laid(only_view(config.policy, self.side, self.side).grid)
+
+    def work(self, rows: int) -> SeeingWork:
+        """What `cost` needs to know of so many: the logits of all words are asked for."""
+        model, size = self.model, (self.side, self.side)
+        found = model.work([size], len(self.lead) + self.length, rows)
+        return found.with_(held=0, asked=rows * self.length)
+
+
+def policy_of(model: SeeingModel) -> Policy:
+    """That of a model whose pictures all have one shape; others are refused."""
+    config = model.config
+    policy = config.policy if isinstance(config, VLMConfig) else config.fitted
+    if isinstance(policy, Canvas | Native):
+        raise ConfigError(
+            f"{type(policy).__name__} gives pictures of unequal numbers of tokens", "use naive, letterbox or crop"
+        )
+    only_view(policy, 1, 1)
+    return policy
+
+
+def mark_of(model: SeeingModel) -> int:
+    """The id that stands for a picture."""
+    config = model.config
+    return config.rules.fill if isinstance(config, VLMConfig) else config.mark
+
+
+def _features(model: LookingVLM, pixels: Tensor) -> Tensor:
+    """(B, C, S, S) → what is looked at (B, N, D)"""
+    tower = model.tower
+    read = tower.tokens if model.config.prefix else tower
+    features = read(pixels, layer=model.config.layer)  # pyrefly: ignore
+    return features if model.connector is None else model.connector(features)

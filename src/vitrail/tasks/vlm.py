@@ -1,0 +1,277 @@
+"""A vision-language model learns to answer: scenes with several questions each, named pictures, and plain text.
+
+B samples, C channels, S side, L tokens of a talk, T tokens of a question, P pieces
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import Config
+from vitrail.data.named import NamedSource
+from vitrail.data.scenes.source import SceneSource, by_source
+from vitrail.data.talks import QUESTIONS, Talks, talks
+from vitrail.data.text import TextWindows
+from vitrail.data.views import PLAIN, views
+from vitrail.data.words.pieces import TokenTable
+from vitrail.errors import ConfigError
+from vitrail.models.looking import LookingVLM
+from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of
+from vitrail.nn import Work, cost
+from vitrail.objectives.cross_entropy import linear_cross_entropy
+from vitrail.processing.fit import fit, squashes
+from vitrail.processing.templates import spoken
+from vitrail.processing.text import Tokenizer
+from vitrail.train.task import Batch
+
+TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
+BLANK = "blank/"  # before a part's name: something that runs it and says nothing
+IGNORED = -100
+TRIED = 32  # samples of a source that are looked at before training
+
+
+class VLMSettings(Config):
+    """
+    weights          of answers and of text; 1 unless given
+    questions, kinds how many questions are asked of a scene, of which kinds (LLaVA's first stage: one, a caption)
+    length           tokens of a talk at most; what is longer is cut
+    z                weight of logsumexp² of all logits, which keeps them from drifting
+    """
+
+    weights: dict[str, float] = {}
+    questions: int = 6
+    kinds: tuple[str, ...] = QUESTIONS
+    length: int = 160
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.weights if name not in ("answers", "text")]
+        if wrong or any(weight < 0 for weight in self.weights.values()):
+            raise ConfigError(f"weights {self.weights}", "name answers and text, and give 0 or more")
+        if self.length < 8 or self.z < 0:
+            raise ConfigError(f"length = {self.length}, z = {self.z:g}", "give 8 or more, 0 or more")
+
+
+class Made(NamedTuple):
+    """Talks about pictures, on the device."""
+
+    frame: Frame
+    pixels: Tensor  # (B, C, S, S), normalised as the tower reads them
+    ids: Tensor  # (B, L)
+    targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
+    asked: Tensor | None  # (B, T) the question, −1 elsewhere, where queries are fused with it
+
+
+class VLMTask:
+    """A row is a bos, where the tokenizer has one, a picture, and a talk: question, end, answer, end, and so on. The
+    loss is the mean over tokens of answers and their ends, times the pictures; of text it is the sum over its tokens.
+
+    `spoken` is the tokenizer with a chat template that says the same, for whoever asks the model afterwards.
+    """
+
+    def __init__(
+        self,
+        model: SeeingModel,
+        sources: Mapping[str, NamedSource | SceneSource | TextWindows],
+        words: Tokenizer | None,
+        settings: VLMSettings,
+    ):
+        if words is None or words.eos is None:
+            raise ConfigError("answers end with an end token, and there is none", "add a [tokenizer] table")
+        self.model, self.settings, self.end = model, settings, words.eos
+        self.fused = not isinstance(model, LookingVLM) and model.queries is not None
+        shown = {name: source for name, source in sources.items() if not isinstance(source, TextWindows)}
+        if self.fused and settings.questions != 1 and any(isinstance(s, SceneSource) for s in shown.values()):
+            raise ConfigError(
+                f"queries that are fused with the question, and {settings.questions} questions a scene",
+                "set settings.questions = 1",
+            )
+        lead = words.encode("", specials=True)[:1]
+        lead = lead if lead == [words.bos] else []
+        self.spoken = _speaking(words, mark_of(model), lead)
+        self.rows = Rows(model, lead, settings.length)
+        self.talks: dict[str, Talks] = {
+            name: talks(source, settings.questions, settings.kinds) for name, source in shown.items()
+        }
+        kinds = (["answers"] if shown else []) + (["text"] if len(shown) < len(sources) else [])
+        self.weights = {kind: settings.weights.get(kind, 1.0) for kind in kinds}
+        self._tables: dict[tuple[torch.device, str], TokenTable] = {
+            (torch.device("cpu"), name): told.pieces.tokenized(words, [words.eos]) for name, told in self.talks.items()
+        }
+        self._read = torch.zeros((), dtype=torch.long)
+        for name in self.talks:
+            self._refuse_nothing(name, len(shown[name]))
+        self.useful()
+
+    def _refuse_nothing(self, name: str, count: int) -> None:
+        """What is never learnt would look perfect."""
+        index = torch.arange(min(count, TRIED))
+        if not bool((self._talk(name, index)[2] != IGNORED).any()):
+            raise ConfigError(
+                f"of {len(index)} talks about {name!r} not one has an answer within {self.settings.length} tokens",
+                "allow a greater length, or kinds of questions that its scenes admit",
+            )
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        windows = [torch.from_numpy(sample) for sample in samples if isinstance(sample, np.ndarray)]
+        batch = by_source([sample for sample in samples if not isinstance(sample, np.ndarray)])
+        return batch | ({TEXT: torch.stack(windows)} if windows else {})
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """Pictures, and tokens of plain text."""
+        pictures = sum(len(index) for name, index in batch.items() if name in self.talks)
+        found = {"answers": pictures, "text": _followed(batch.get(TEXT))}
+        return {kind: found[kind] for kind in self.weights}
+
+    def parts(self, batch: Batch) -> dict[str, bool]:
+        """Pictures are read in one pass, whatever sources they are of, and texts in another."""
+        there = {"answers": any(name in self.talks for name in batch), "text": TEXT in batch}
+        return {kind: there[kind] or BLANK + kind in batch for kind in self.weights}
+
+    def fill(self, batch: Batch, part: str) -> Batch:
+        return batch | {BLANK + part: torch.zeros(1, 2, dtype=torch.long)}
+
+    # ---- losses -------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        zero = self.model.decoder.embed.weight.new_zeros((), dtype=torch.float32)
+        losses = dict.fromkeys(self.weights, zero)
+        made = self._made(batch)
+        if made is not None:
+            hidden = self.rows.hidden(made.frame, made.pixels, made.ids, made.asked)
+            blank = BLANK + "answers" in batch
+            losses["answers"] = self._said(hidden, made.targets, "mean") * (len(made.ids) - blank)
+        text, blank = batch.get(TEXT), batch.get(BLANK + "text")
+        if text is None and blank is not None:
+            losses["text"] = self._text(blank) * 0
+        elif text is not None:
+            losses["text"] = self._text(text)
+        return losses
+
+    def _text(self, ids: Tensor) -> Tensor:
+        loss = self._said(self.rows.text(ids[:, :-1]), ids[:, 1:], "sum")
+        if torch.is_grad_enabled() and self.model.training and not loss.requires_grad:
+            raise ConfigError(
+                "text is in the mixture, and the stage trains nothing that text reaches",
+                "train the decoder, or leave text out and judge it instead (stages.N.judge)",
+            )
+        return loss
+
+    def _said(self, hidden: Tensor, targets: Tensor, reduction: Any) -> Tensor:
+        decoder = self.model.decoder
+        head = decoder.embed.weight if decoder.head is None else decoder.head.weight
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), head, targets.flatten(), z=self.settings.z, reduction=reduction, ignore=IGNORED
+        )
+
+    @torch.compiler.disable  # sources keep tables by device
+    @torch.no_grad()
+    def _made(self, batch: Batch) -> Made | None:
+        """The talks of all sources, one below the other."""
+        self._count(_followed(batch.get(TEXT)))
+        parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
+        if BLANK + "answers" in batch:
+            parts.append(self._blank(batch[BLANK + "answers"].device))
+        if not parts:
+            return None
+        pixels, ids, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+        asked = None
+        if self.fused:
+            answer = (ids == self.end).long().cumsum(1) > 0
+            asked = ids.masked_fill(answer, -1)
+        return Made(self.rows.frame(ids.device), pixels, ids, targets, asked)
+
+    def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
+        told = self.talks[name].talk(index)
+        table, L = self._on(index.device, name), self.settings.length
+        ids, _ = table.write(told.rows, L + 1, self.end, check=False)
+        learnt = told.learnt.gather(1, table.piece(told.rows, L + 1))
+        inside = torch.arange(L + 1, device=ids.device) < table.length[told.rows].sum(1, keepdim=True)
+        targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
+        self._count(inside[:, :L].sum() + len(index) * self.rows.before)
+        return self.viewed(told.pixels, name), ids[:, :-1], targets
+
+    def _blank(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        C, S = len(self.model.config.mean), self.rows.side
+        ids = torch.full((1, self.settings.length), self.end, device=device)
+        weight = self.model.decoder.embed.weight
+        return torch.zeros(1, C, S, S, device=device, dtype=weight.dtype), ids, torch.full_like(ids, IGNORED)
+
+    def viewed(self, pixels: Tensor, name: str) -> Tensor:
+        """uint8 (B, 3 or 4, H, W) → (B, C, S, S), fitted, varied in training, and normalised as the tower reads it"""
+        config = self.model.config
+        height, width = pixels.shape[2:]
+        if height != width or not squashes(self.rows.policy, height, width):
+            pixels = fit(pixels, self.rows.policy)
+        varied = self.talks[name].views if self.model.training else PLAIN
+        x = (views(pixels, varied.with_(side=self.rows.side)) + 1) / 2
+        mean, std = (x.new_tensor(values).view(-1, 1, 1) for values in (config.mean, config.std))
+        return ((x - mean) / std).to(self.model.decoder.embed.weight.dtype)
+
+    def _on(self, device: torch.device, name: str) -> TokenTable:
+        if (device, name) not in self._tables:
+            self._tables[device, name] = self._tables[torch.device("cpu"), name].to(device)
+        return self._tables[device, name]
+
+    # ---- costs --------------------------------------------------------------------------------------------------
+
+    def _count(self, tokens: Tensor | int) -> None:
+        self._read = self._read.to(tokens.device) + tokens if isinstance(tokens, Tensor) else self._read + tokens
+
+    def useful(self) -> int:
+        """Tokens read since this was last asked, those of pictures included and padding left out."""
+        found, self._read = int(self._read), torch.zeros_like(self._read)
+        return found
+
+    def flops(self, batch: Batch) -> int:
+        """Of a forward pass, the tower's included."""
+        return sum(found for _, found in self._legs(batch))
+
+    def step_flops(self, batch: Batch) -> float:
+        """Forward, back to whatever learns before a part, and back to its own weights as far as they learn: a frozen
+        tower runs forward alone."""
+        total, before = 0.0, False
+        for modules, found in self._legs(batch):
+            share = _learning(modules)
+            total += found * (1 + (before or share > 0) + share)
+            before = before or share > 0
+        return total
+
+    def _legs(self, batch: Batch) -> list[tuple[Sequence[nn.Module], int]]:
+        """The parts in the order that a picture goes through them, each with its operations."""
+        B, text, decoder = sum(len(i) for n, i in batch.items() if n in self.talks), batch.get(TEXT), self.model.decoder
+        found = [(leg.modules, leg.flops) for leg in self.model.legs(self.rows.work(B)).values()] if B else []
+        if text is not None:
+            found.append(([decoder], cost.flops(decoder, Work.causal(text.shape[1] - 1, len(text)))))
+        return found
+
+
+def _followed(windows: Tensor | None) -> int:
+    """Tokens that have one before them."""
+    return 0 if windows is None else windows.numel() - len(windows)
+
+
+def _learning(modules: Sequence[nn.Module]) -> float:
+    """The share of the weights that learns."""
+    weights = [p for module in modules for p in module.parameters()]
+    return sum(p.numel() for p in weights if p.requires_grad) / max(1, sum(p.numel() for p in weights))
+
+
+def _speaking(words: Tokenizer, mark: int, lead: Sequence[int]) -> Tokenizer:
+    """The tokenizer with a template of talks as they are learnt. Its mark of a picture must be no other word's."""
+    if mark >= words.size or mark == words.eos or words.token(mark) not in words.specials:
+        raise ConfigError(
+            f"the id {mark}, which stands for a picture, is no special token of its own to the tokenizer",
+            f"set rules.fill (or mark) to one of {words.specials}, the end aside, or add one: tokenizer.specials",
+        )
+    named = copy.copy(words)
+    start = "".join(words.token(id) for id in lead)
+    named.chat_template = spoken(words.token(mark), start, words.named["eos"])
+    return named

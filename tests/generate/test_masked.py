@@ -1,0 +1,29 @@
+"""MaskGIT's schedule against its formula, and which codes stay hidden."""
+
+import math
+
+import pytest
+import torch
+
+from vitrail.generate.masked import gumbel, hide_least, still_hidden
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8, 25])
+def test_the_schedule_is_the_papers(steps):
+    total = torch.tensor([64, 7])
+    for step in range(steps):
+        wanted = [math.ceil(math.cos(math.pi / 2 * (step + 1) / steps) * n - 1e-6) for n in total.tolist()]
+        assert still_hidden(total, step, steps).tolist() == wanted
+    assert still_hidden(total, steps - 1, steps).tolist() == [0, 0]
+
+
+def test_the_least_sure_stay_hidden_and_what_is_settled_stays():
+    sure = torch.tensor([[0.1, 0.9, 0.5, 0.2], [0.4, 0.3, 0.2, 0.1]])
+    hidden = torch.tensor([[False, True, True, True], [True] * 4])
+    kept = hide_least(sure, hidden, torch.tensor([1, 3]))
+    assert kept.tolist() == [[False, False, False, True], [False, True, True, True]]
+
+
+def test_noise_is_gumbels():
+    noise = gumbel(torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.03) and noise.isfinite().all()

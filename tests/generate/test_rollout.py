@@ -1,0 +1,147 @@
+"""Rollouts: a cache that equals none at any length, codes that are fed back, temperature on logits, rows alone."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import worlds
+from helpers import randomize
+from vitrail.errors import ConfigError, DataError
+from vitrail.generate.rollout import Rolling, Rollout, draw_frame, roll
+from vitrail.generate.sampling import Dice, Sampling
+from vitrail.models.genie import Genie
+
+SEEDED = Sampling(seed=3)
+
+
+def world(**given) -> Genie:
+    made = worlds.genie(layers=2, **given)
+    randomize(made)
+    return made
+
+
+def frames(B=2, T=None, seed=0) -> Tensor:
+    shape = (B, 3, 8, 8) if T is None else (B, T, 3, 8, 8)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def without_cache(model: Genie, start: Tensor, given: Tensor, actions: Tensor, rolling: Rolling) -> tuple:
+    """The same rollout with every pass made over the whole video."""
+    ids, led = model.look(model.codec.pixels(start)), model.dynamics.led(given)
+    chance = Dice(len(start), rolling.sampling.seed)
+    for action in actions.unbind(1):
+        led = torch.cat([led, action[:, None]], 1)
+
+        def say(new: Tensor, hidden: Tensor, ids=ids, led=led) -> Tensor:
+            seen = torch.zeros_like(ids, dtype=torch.bool)
+            return model.dynamics(torch.cat([ids, new], 1), led, torch.cat([seen, hidden], 1))[:, -1:]
+
+        ids = torch.cat([ids, draw_frame(say, ids[:, -1:], rolling, chance)], 1)
+    return ids, model.codec.bytes(model.codec.decode(model.codec.lookup(ids)))
+
+
+@pytest.mark.parametrize("acts", ["added", "token"])
+@pytest.mark.parametrize("order", ["random", "sure"])
+@pytest.mark.parametrize("before", [1, 2, 5])
+def test_a_cache_equals_none_beyond_the_memory_too(acts, order, before):
+    """The memory is three frames, and eight are drawn."""
+    model, rolling = world(acts=acts, latent=False), Rolling(steps=3, sampling=SEEDED, order=order)
+    start, given, actions = frames(T=before), torch.randint(0, 2, (2, before - 1)), torch.randint(0, 2, (2, 8))
+    with torch.no_grad():
+        ids, shown = without_cache(model, start, given, actions, rolling)
+    ours = Rollout(model, rolling)
+    ours.start(start, given)
+    for t, action in enumerate(actions.unbind(1)):
+        frame = ours.step(action)
+        assert torch.equal(ours.ids, ids[:, before + t])
+        assert (frame.int() - shown[:, before + t].int()).abs().max() <= 1  # rounding of bytes
+    assert ours.past.held == 2 and ours.past.seen == before + 8
+
+
+def test_what_is_drawn_is_what_the_next_frame_is_made_of():
+    """Codes that were drawn are fed back: by the same start and actions, what is said of the next frame differs only
+    where another one was drawn before it."""
+    model, hidden = world(latent=False), torch.ones(2, 1, 2, 2, dtype=torch.bool)
+
+    def said(seed: int) -> tuple[Tensor, Tensor]:
+        ours = Rollout(model, Rolling(steps=2))
+        ours.start(frames(), seed=seed)
+        ours.step(torch.tensor([0, 1]))
+        with torch.no_grad():
+            return ours.ids, model.dynamics(torch.zeros_like(hidden).long(), torch.ones(2, 1).long(), hidden, ours.past)
+
+    (ids, a), (same, b), (other, c) = said(0), said(0), said(5)
+    assert torch.equal(ids, same) and torch.equal(a, b)
+    assert not torch.equal(ids, other) and not torch.allclose(a, c)
+
+
+def test_within_a_frame_each_pass_sees_what_the_last_settled():
+    given = []
+
+    def say(ids: Tensor, hidden: Tensor) -> Tensor:
+        given.append((ids.clone(), hidden.clone()))
+        return torch.zeros(*ids.shape, 9)
+
+    drawn = draw_frame(say, torch.zeros(2, 1, 4, 4, dtype=torch.long), Rolling(steps=4), Dice(2, 0))
+    counts = [hidden.flatten(1).sum(1).tolist() for _, hidden in given]
+    assert counts == [[16, 16], [15, 15], [12, 12], [7, 7]]
+    for (ids, hidden), (after, _) in pairwise(given):
+        assert torch.equal(after[~hidden], ids[~hidden])  # what was settled stays
+    ids, hidden = given[-1]
+    assert torch.equal(drawn[~hidden], ids[~hidden])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_temperature_divides_logits(temperature):
+    """Dividing probabilities, as public code does, changes nothing once they are normalised."""
+    logits = torch.tensor([2.0, 0.5, 0.0])
+    rolling = Rolling(steps=1, sampling=Sampling(temperature=temperature))
+    drawn = draw_frame(
+        lambda ids, hidden: logits.expand(*ids.shape, 3), torch.zeros(1, 1, 100, 200).long(), rolling, Dice(1, 0)
+    )
+    share = drawn.flatten().bincount(minlength=3) / drawn.numel()
+    assert torch.allclose(share, (logits / temperature).softmax(-1), atol=0.012)
+    assert (share - logits.softmax(-1)).abs().max() > 0.05
+
+
+def test_actions_matter_and_rows_stand_alone():
+    model, rolling = world(latent=False), Rolling(steps=2, sampling=SEEDED)
+    start, actions = frames(3), torch.tensor([[0, 0, 0], [1, 1, 1], [0, 1, 0]])
+    together = roll(model, start, actions, rolling)
+    assert together.shape == (3, 3, 3, 8, 8) and together.dtype == torch.uint8
+    alone = roll(model, start[1:2], actions[1:2], rolling.with_(sampling=Sampling(seed=4)))
+    assert torch.equal(alone[0], together[1])
+    assert not torch.equal(roll(model, start, 1 - actions, rolling), together)
+    assert torch.equal(roll(model, start, actions, rolling, seed=3), together)
+    assert not torch.equal(roll(model, start, actions, rolling, seed=9), together)
+    assert roll(model, start, actions[:, :0], rolling).shape == (3, 0, 3, 8, 8)
+
+
+def test_actions_between_frames_given_are_inferred():
+    model, start = world(), frames(T=3)
+    found = model.infer(model.codec.pixels(start))
+    ours, told = Rollout(model, Rolling(sampling=SEEDED)), Rollout(model, Rolling(sampling=SEEDED))
+    assert torch.equal(ours.start(start), told.start(start, found))
+    assert torch.equal(ours.step(torch.tensor([7, 2])), told.step(torch.tensor([7, 2])))
+    assert (ours.actions, ours.shape) == (8, (8, 8, 3))
+
+
+def test_what_cannot_be_is_refused():
+    model = world(latent=False)
+    ours = Rollout(model)
+    with pytest.raises(ConfigError, match="not begun"):
+        ours.step(torch.zeros(1, dtype=torch.long))
+    with pytest.raises(DataError, match="controls are known"):
+        ours.start(frames(T=3))
+    with pytest.raises(DataError, match="between"):
+        ours.start(frames(T=3), torch.zeros(2, 1, dtype=torch.long))
+    ours.start(frames())
+    with pytest.raises(DataError, match="for 2 worlds"):
+        ours.step(torch.zeros(1, dtype=torch.long))
+    with pytest.raises(DataError, match="actions are outside"):
+        ours.step(torch.tensor([0, 2]))
+    for wrong in ({"steps": 0}, {"sampling": Sampling(repetition=1.2)}):
+        with pytest.raises(ConfigError):
+            Rolling(**wrong)

@@ -1,0 +1,89 @@
+"""Latent actions: exactly as many as there should be, no future in the past, and left told from right."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import worlds
+from helpers import randomize, relative
+from vitrail.codecs.quantizers import VQConfig
+from vitrail.errors import DataError
+from vitrail.models.latent_actions import LatentActions
+from vitrail.nn import cost
+
+
+def model(**more) -> LatentActions:
+    made = LatentActions(worlds.latent_config(**more))
+    randomize(made)
+    return made.eval()
+
+
+def test_eight_actions_are_eight_codes():
+    """Not eight bits, of which there would be 256."""
+    ours = model()
+    assert ours.actions == 8 and ours.quantizer.table().shape == (8, 32) and ours.quantizer.bits == 3
+    ids = ours.infer(torch.rand(40, 4, 3, 8, 8) * 2 - 1).ids
+    assert ids.shape == (40, 3) and ids.min() >= 0 and ids.max() < 8
+
+
+def test_an_action_is_of_two_frames_and_those_before():
+    ours, video = model(layers=2), torch.rand(3, 5, 3, 8, 8) * 2 - 1
+    other = video.clone()
+    other[:, 3:] = torch.rand(3, 2, 3, 8, 8) * 2 - 1
+    a, b = ours.infer(video), ours.infer(other)
+    assert torch.equal(a.ids[:, :2], b.ids[:, :2])
+    assert not torch.allclose(ours.infer(video).codes[:, 2:], b.codes[:, 2:]) or not torch.equal(a.ids, b.ids)
+
+
+def test_a_frame_is_predicted_from_those_before_it_alone():
+    """But for its action, which is three bits: what is predicted of frame t + 1 does not move with its pixels."""
+    ours, video = model(layers=2), torch.rand(2, 5, 3, 8, 8) * 2 - 1
+    codes = torch.randn(2, 4, 32)
+    other, said = video.clone(), ours.predict(video[:, :-1], codes)
+    other[:, 2:] = 0
+    again = ours.predict(other[:, :-1], codes)
+    assert relative(again[:, :2], said[:, :2]) < 1e-6  # frames 1 and 2 (from 0), made of frames 0 and 1
+    assert relative(again[:, 2:], said[:, 2:]) > 1e-3
+    moved = codes.clone()
+    moved[:, 2] += 1
+    assert relative(ours.predict(video[:, :-1], moved)[:, :2], said[:, :2]) < 1e-6
+    assert relative(ours.predict(video[:, :-1], moved)[:, 2:], said[:, 2:]) > 1e-3
+
+
+def test_one_frame_has_no_action():
+    with pytest.raises(DataError, match="no action"):
+        model().infer(torch.zeros(1, 1, 3, 8, 8))
+
+
+def test_operations_are_those_that_run():
+    config = worlds.latent_config().with_(quantizer=VQConfig(codes=8, dim=32, start=0))
+    ours = LatentActions(config).eval()
+    work = ours.work(2, 3)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        ours(torch.zeros(3, 2, 3, 8, 8))
+    # torch counts the pair that a causal plan leaves out: in the encoder, one of four a place and head width.
+    left_out = 3 * 4 * 1 * 4 * 16
+    assert cost.flops(ours, work) == pytest.approx(counter.get_total_flops() - left_out, rel=0.01)
+    assert cost.bytes(ours, work).weights >= sum(p.numel() * 4 for p in ours.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_left_is_told_from_right_by_codes_nobody_labelled(seed):
+    from vitrail.evals.metrics.worlds import purity
+
+    torch.manual_seed(seed)
+    video, _ = worlds.dots(512, seed=seed)
+    config = worlds.latent_config(layers=2, memory=2, width=32)
+    ours = LatentActions(config.with_(quantizer=config.quantizer.with_(dim=8)))
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=5e-3, betas=(0.9, 0.95))
+    for _ in range(300):
+        shown = video[torch.randint(0, 512, (32,))]
+        said, found = ours(shown)
+        ((said - shown[:, 1:]).square().mean() + 0.01 * found.losses["commit"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unseen, done = worlds.dots(256, seed=seed + 100)
+    found = purity(ours.eval().infer(unseen).ids, done)
+    assert found.value > 0.95 > 0.6 > found.majority

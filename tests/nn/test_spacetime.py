@@ -1,0 +1,119 @@
+"""The ST-transformer: what sees what, any length, a cache that equals none, and what it costs."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import randomize, relative
+from vitrail.errors import ConfigError
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, SpaceTime, SpaceTimeConfig, Work, cost
+
+BLOCK = BlockConfig(width=12, attention=AttentionConfig(heads=2, qk_norm="rms"), mlp=GatedConfig(hidden=20), norm="rms")
+GRID = (2, 3)
+
+
+def net(layers=2, memory=4, prefix=0) -> SpaceTime:
+    made = SpaceTime(SpaceTimeConfig(layers=layers, block=BLOCK, memory=memory), GRID, prefix)
+    randomize(made)
+    return made.eval()
+
+
+def changed(x, at):
+    """(T, S) which outputs move when the token at (frame, place) does."""
+    ours = net(layers=1)
+    y = x.clone()
+    y[:, at[0], at[1]] += 1
+    return (ours(x, GRID) - ours(y, GRID)).abs().amax((0, 3)) > 1e-6
+
+
+def test_one_layer_sees_its_frame_then_its_place_in_the_past():
+    """Frame 1, place 2 moves all of frame 1 (space), and from there every place of later frames (time)."""
+    moved = changed(torch.randn(1, 4, 6, 12), (1, 2))
+    assert moved[1:].all() and not moved[0].any()
+
+
+def test_time_stays_at_its_place():
+    """Without the spatial half a token moves its own place alone, in its own frame and later ones."""
+    block = net(layers=1).blocks[0]
+    x = torch.randn(2, 5, 6, 12)
+    y = x.clone()
+    y[:, 2, 3] += 1
+    in_time = lambda z: block.time(z.transpose(1, 2).flatten(0, 1)[:, :3]).unflatten(0, (2, 6))  # noqa: E731
+    moved = (in_time(x) - in_time(y)).abs().amax((0, 2, 3)) > 1e-6  # (S,)
+    assert moved.tolist() == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3])
+def test_a_layer_sees_so_many_frames_and_no_more(memory):
+    ours, x = net(layers=1, memory=memory), torch.randn(1, 6, 6, 12)
+    y = x.clone()
+    y[:, 1] += 1
+    moved = (ours(x, GRID) - ours(y, GRID)).abs().amax((0, 2, 3)) > 1e-6
+    assert moved.tolist() == [1 <= t < 1 + memory for t in range(6)]
+
+
+@pytest.mark.parametrize("cuts", [(9,), (1,) * 9, (3, 1, 4, 1), (2, 7), (6, 3)])
+@pytest.mark.parametrize("memory", [1, 3, 20])
+def test_frames_by_the_cache_equal_all_at_once(cuts, memory):
+    ours, x = net(memory=memory, prefix=1), torch.randn(2, 9, 7, 12)
+    cache, found = ours.cache(), []
+    for part in x.split(cuts, 1):
+        ours(torch.randn_like(part), GRID, cache)  # a draft that is not kept leaves nothing behind
+        found.append(ours(part, GRID, cache))
+        cache.keep()
+    assert relative(torch.cat(found, 1), ours(x, GRID)) < 1e-5
+    assert cache.seen == 9 and cache.held == min(9, memory - 1)
+
+
+def test_only_the_memory_is_held():
+    ours = net(memory=3)
+    cache = ours.cache()
+    with pytest.raises(ConfigError, match="no pass"):
+        cache.keep()
+    for _ in range(5):
+        ours(torch.randn(2, 1, 6, 12), GRID, cache)
+        cache.keep()
+    assert all(kept.k.shape[:2] == (12, 2) for kept in cache.past)
+    held = sum(t.numel() * 4 for kept in cache.past for t in kept)
+    assert cost.bytes(ours, ours.work(1, 2, past=4)).cache == held
+
+
+def test_time_has_no_first_frame():
+    """Positions in time are relative: frames that can no longer be reached leave no trace but in what was made of
+    them."""
+    ours, x = net(layers=1, memory=3), torch.randn(1, 4, 6, 12)
+    later = torch.cat([torch.randn(1, 50, 6, 12), x], 1)
+    assert relative(ours(later, GRID)[:, -2:], ours(x, GRID)[:, -2:]) < 1e-5
+
+
+def test_other_grids_and_gradients():
+    ours = net()
+    x = torch.randn(1, 3, 20, 12, requires_grad=True)
+    ours(x, (4, 5))[:, -1].sum().backward()
+    assert x.grad is not None and (x.grad.abs().amax((0, 2, 3)) > 0).all()
+
+
+@pytest.mark.parametrize("past", [0, 2])
+def test_operations_are_those_that_run(past):
+    ours = net(memory=4, prefix=1)
+    cache = ours.cache()
+    if past:
+        ours(torch.randn(2, past, 7, 12), GRID, cache)
+        cache.keep()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        ours(torch.randn(2, 1, 7, 12), GRID, cache)
+    assert cost.flops(ours, ours.work(1, 2, past=past)) == counter.get_total_flops()
+    steps = sum(cost.flops(ours, ours.work(1, past=t)) for t in range(6))
+    assert steps == cost.flops(ours, ours.work(6))
+    weights = sum(p.numel() * 4 for p in ours.parameters())
+    assert cost.bytes(ours, ours.work(3)) == (weights, weights, 0)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="memory"):
+        SpaceTimeConfig(layers=1, block=BLOCK, memory=0)
+    with pytest.raises(ConfigError, match="self, mlp"):
+        SpaceTimeConfig(layers=1, block=BLOCK.with_(chain=("self",)))
+    with pytest.raises(ConfigError, match="in space and in time"):
+        cost.flops(net(), Work.full(6))

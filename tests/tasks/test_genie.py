@@ -1,0 +1,170 @@
+"""The three stages of a Genie through the trainer: what is counted and learned, what stays, and the recipe whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import worlds
+from vitrail import hub, recipe
+from vitrail.data.order import Mixture
+from vitrail.errors import ConfigError, DataError
+from vitrail.generate.rollout import Rolling, roll
+from vitrail.models.genie import Genie
+from vitrail.models.latent_actions import LatentActions
+from vitrail.nn import cost
+from vitrail.objectives.reconstruction import Weights
+from vitrail.tasks.codec import QuantizerWeights
+from vitrail.tasks.genie import DynamicsSettings, DynamicsTask, FramesSettings, make_frames_task
+from vitrail.train.optim import OptimConfig
+from vitrail.train.stage import StageConfig
+from vitrail.train.trainer import Trainer
+
+
+class Played:
+    """Windows of a moving dot, as `EpisodeSource` gives them."""
+
+    fingerprint = "played"
+
+    def __init__(self, count: int = 24, frames: int = 3):
+        video, actions = worlds.dots(count, frames)
+        self.frames = ((video + 1) * 127.5).round().to(torch.uint8).movedim(2, -1).numpy()
+        self.actions = actions.numpy()
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __getitem__(self, item: int) -> dict[str, np.ndarray]:
+        return {"frames": self.frames[item], "actions": self.actions[item]}
+
+
+def model(**given) -> Genie:
+    torch.manual_seed(0)
+    return Genie(worlds.genie_config(**({"codes": 16} | given)))
+
+
+def tasks(made: Genie) -> dict:
+    frames = FramesSettings(weights=Weights(l1=0.5, l2=1.0, quantizer=1.0))
+    found = {"codec": make_frames_task(made, "codec", frames), "dynamics": DynamicsTask(made)}
+    return found | ({} if made.latent is None else {"latent": make_frames_task(made, "latent", FramesSettings())})
+
+
+def stage(part: str, **more) -> StageConfig:
+    given = {"name": part, "task": "any", "steps": 4, "batch": 8, "train": (part,), "save_every": 2}
+    optim = OptimConfig(lr=3e-3, betas=(0.9, 0.95))
+    return StageConfig(**(given | {"mixture": Mixture(weights={"played": 1.0}), "optim": optim} | more))
+
+
+@pytest.mark.parametrize("latent", [True, False])
+def test_losses_counts_and_weights_have_the_same_names(latent):
+    made, source = model(latent=latent).train(), Played()
+    for name, task in tasks(made).items():
+        batch = task.collate([source[i] for i in range(5)])
+        assert batch["frames"].shape == (5, 3, 3, 8, 8) and ("actions" in batch) == (name == "dynamics" and not latent)
+        losses = task(batch)
+        assert losses.keys() == task.counts(batch).keys() == task.weights.keys()
+        assert set(task.counts(batch).values()) == {5} and all(loss.isfinite() for loss in losses.values())
+        assert task.flops(batch) > 0
+    assert tasks(made)["codec"].weights == {"l1": 0.5, "l2": 1.0, "commit": 0.01, "psnr": 0.0, "used": 0.0}
+
+
+def test_what_is_shown_is_what_was_measured():
+    made, source = model(), Played()
+    task = make_frames_task(made.eval(), "latent", FramesSettings())
+    batch = task.collate([source[i] for i in range(6)])
+    video = made.latent.pixels(batch["frames"])
+    with torch.no_grad():
+        losses, (drawn, found) = task(batch), made.latent(video)
+    assert losses["l2"].item() / 6 == pytest.approx((drawn - video[:, 1:]).square().mean().item(), rel=1e-5)
+    error = ((drawn.clamp(-1, 1) - video[:, 1:]) / 2).square().mean((2, 3, 4))
+    assert losses["psnr"].item() / 6 == pytest.approx(-10 * error.log10().mean().item(), rel=1e-5)
+    share = found.ids.flatten().bincount(minlength=8) / found.ids.numel()
+    assert losses["used"].item() / 6 == pytest.approx(torch.special.entr(share).sum().exp().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("part", ["codec", "latent", "dynamics"])
+def test_a_stage_changes_its_own_part_alone(part, tmp_path):
+    made = model()
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    Trainer(stage(part), tasks(made)[part], {"played": Played()}, tmp_path, seed=0, quiet=True).train()
+    moved = {name.split(".")[0] for name, tensor in made.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == {part}
+
+
+@pytest.mark.parametrize("part", ["codec", "dynamics"])
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(part, tmp_path):
+    ends = []
+    for cuts in ([4], [2, 4]):
+        made, folder = model(), tmp_path / str(len(cuts))
+        for steps in cuts:
+            made = model()
+            Trainer(
+                stage(part, steps=steps), tasks(made)[part], {"played": Played()}, folder, seed=0, quiet=True
+            ).train()
+        ends.append(made.state_dict())
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+@pytest.mark.slow
+def test_three_stages_make_a_world_that_answers(tmp_path):
+    """Of a dot that is moved by known controls: after an action the drawn frame is nearer to the true one than the
+    frame of the other action is."""
+    torch.manual_seed(0)
+    made, source = Genie(worlds.genie_config(latent=False, codes=64, layers=2, width=48)), {"played": Played(1024, 2)}
+    for part, steps in (("codec", 300), ("dynamics", 300)):
+        given = stage(part, steps=steps, batch=64, save_every=300)
+        Trainer(given, tasks(made)[part], source, tmp_path / part, seed=0, quiet=True).train()
+    video, actions = worlds.dots(128, 2, seed=9)
+    start = made.codec.bytes(video[:, 0])
+    rolling = Rolling(steps=2)
+    right, wrong = (roll(made, start, done, rolling, seed=0)[:, 0] for done in (actions, 1 - actions))
+    true = made.codec.bytes(made.codec.reconstruct(video)[:, 1]).float()
+    nearer = (right - true).square().mean((1, 2, 3)) < (wrong - true).square().mean((1, 2, 3))
+    assert nearer.float().mean() > 0.9
+
+
+def test_the_recipes_weights_fit_a_package():
+    with torch.device("meta"):
+        made = Genie(recipe.read("untested/genie-coinrun").model_config())
+    size = cost.bytes(made, made.work(1)).weights // 4
+    assert 13e6 < size < 16e6  # a byte a number
+    assert made.codec.size == (64, 64) and made.config.codec.side**2 == 64
+
+
+LAYERED = ("codec.encoder", "codec.decoder", "latent.encoder", "latent.decoder", "dynamics.transformer")
+
+
+def test_the_recipe_runs_and_what_comes_of_it_plays(tmp_path, monkeypatch):
+    from vitrail.data.episodes import RecordConfig, record
+
+    pytest.importorskip("av")
+    monkeypatch.chdir(tmp_path)
+    record(RecordConfig(world="pocket", steps=12), Path("out/episodes/coinrun"), episodes=11, quiet=True)
+    less = {f"model.config.{part}.layers": 1 for part in LAYERED}
+    given = recipe.read("untested/genie-coinrun", less | {"sources.unseen.stride": 1, "sources.played.length": 3})
+    made = recipe.train(recipe.tiny(given), tmp_path / "run", quiet=True)
+    again = hub.load(tmp_path / "run" / "final")
+    assert isinstance(again, Genie) and again.actions == 8
+    start = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    actions, rolling = torch.tensor([[3, 7]]), Rolling(steps=2)
+    assert torch.equal(roll(again, start, actions, rolling, seed=0), roll(made.cpu(), start, actions, rolling, seed=0))
+    logs = [tmp_path / "run" / name / "log.jsonl" for name in ("codec", "actions", "dynamics")]
+    assert all(np.isfinite(json.loads(log.read_text().splitlines()[0])["loss"]) for log in logs)
+
+
+def test_what_cannot_be_is_refused():
+    known = model(latent=False)
+    with pytest.raises(ConfigError, match="no actions are learned"):
+        make_frames_task(known, "latent", FramesSettings())
+    with pytest.raises(DataError, match="dials"):
+        DynamicsTask(known).collate([Played()[0] | {"actions": np.zeros((2, 3), np.float32)}])
+    with pytest.raises(DataError, match="outside"):
+        DynamicsTask(known).collate([Played()[0] | {"actions": np.full(2, 2)}])
+    for wrong in ({"weights": Weights(l2=1.0, gan=1.0)}, {"weights": Weights(quantizer=1.0)}):
+        with pytest.raises(ConfigError, match="learned by"):
+            FramesSettings(**wrong)
+    alone = make_frames_task(LatentActions(worlds.latent_config()), "latent", FramesSettings())
+    assert isinstance(alone.model, LatentActions)
+    assert DynamicsSettings().rate == (0.5, 1.0) and QuantizerWeights().commit == 0.25

@@ -1,0 +1,446 @@
+"""Vision-language models learn: what is asked of them, what it costs, and that every variant in the docs trains."""
+
+import json
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import vitrail
+from data.scenes.conftest import drawn
+from tasks.test_contrast import named
+from vitrail import hub, recipe
+from vitrail.cli.eval import app as evals
+from vitrail.data.scenes.source import ScenesConfig, SceneSource
+from vitrail.data.scenes.sprites import Atlas
+from vitrail.data.talks import talks
+from vitrail.data.text import TextConfig, TextWindows
+from vitrail.data.words import ask_several
+from vitrail.errors import ConfigError
+from vitrail.models.looking import LookingVLM
+from vitrail.models.qlip import QLIP, QLIPConfig
+from vitrail.models.rows import mark_of
+from vitrail.nn import cost
+from vitrail.processing.text import Tokenizer
+from vitrail.stream import build, pack
+from vitrail.stream import words as text_part
+from vitrail.talker import Talker
+from vitrail.tasks.vlm import BLANK, IGNORED, TEXT, VLMSettings, VLMTask
+from vitrail.train.stage import choose_trainable
+
+DOCS = Path(__file__).parents[2] / "docs" / "vlm.md"
+KINDS = ("existence_random", "colour", "counting", "what")
+# Every number of the recipes by the key it stands under, and what it is here.
+SMALL = {
+    "width": {256: 16, 288: 32},
+    "reads": {256: 16, 512: 32, 288: 32},
+    "gives": {288: 32},
+    "hidden": {1024: 24, 1152: 24, 768: 24},
+    "heads": {4: 2, 6: 2},
+    "kv_heads": {6: 2},
+    "head_dim": {48: 16},
+    "layers": {8: 1, 6: 1, 4: 1},
+    "vocab": {32000: 420},
+    "image": {64: 16},
+    "size": {64: 16},
+    "side": {64: 16},
+    "patch": {8: 4},
+    "queries": {64: 16},
+    "first": {64: 16},
+    "fill": {0: 1},
+    "mark": {0: 1},
+}
+
+
+def shrunk(node, key=""):
+    if isinstance(node, dict):
+        return {k: shrunk(v, k) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [0] if key == "at" else [shrunk(v) for v in node]
+    known = SMALL.get(key, {})
+    return known.get(node, node) if isinstance(node, int) and not isinstance(node, bool) else node
+
+
+def variants() -> dict[str, tuple[str, dict[str, str]]]:
+    """Those of the docs, by the folder they go to, and the recipes themselves."""
+    found = {name: (f"untested/{name}", {}) for name in ("mini-vlm", "mini-vlm-prismatic", "mini-vlm-gated")}
+    section = DOCS.read_text().split("### Variants")[1].split("```sh")[1].split("```")[0]
+    for command in section.split("vitrail train ")[1:]:
+        name, _, out, *changes = shlex.split(command.split("\n#")[0].replace("\\\n", " "))
+        found[out.removeprefix("out/")] = name, dict(change.split("=", 1) for change in changes)
+    return found
+
+
+VARIANTS = variants()
+
+
+@cache
+def small(name: str) -> recipe.Recipe:
+    """A variant with numbers that a test can bear, and scenes alone."""
+    plain = recipe.read(*VARIANTS[name]).plain()
+    plain["model"] = shrunk(plain["model"]) | {"parts": {}}
+    plain["tokenizer"] = {"train": 420, "specials": ["<image>"]}
+    plain["sources"] = {key: shrunk(plain["sources"][key]) | {"atlas": "-"} for key in ("scenes", "unseen")}
+    for vendor, source in zip(("left", "right"), plain["sources"].values(), strict=True):
+        source["scene"] = source["scene"] | {"vendors": [vendor], "inside": 0.0}
+    for stage in plain["stages"]:
+        questions = min(2, stage["settings"]["questions"])
+        stage |= {"mixture": {"weights": {"scenes": 1}}, "steps": 2, "batch": 4, "schedule": {"kind": "constant"}}
+        stage |= {"judge": [], "judge_every": 0, "dtype": "float32", "compile": False, "workers": 0}
+        stage["settings"] = {"questions": questions, "kinds": KINDS, "length": 48}
+    return recipe.Recipe.read(plain)
+
+
+@pytest.fixture(scope="module")
+def atlas() -> Atlas:
+    return Atlas.build(drawn())
+
+
+@pytest.fixture(scope="module")
+def both(atlas) -> dict[str | None, Tokenizer]:
+    """One that begins every text with a bos, and one that does not."""
+    sources = scenes_of(small("mini-vlm"), atlas), named()
+    texts = [text for source in sources for text in talks(source, 1).pieces.texts[1:]]
+    specials = ("<|endoftext|>", "<image>")
+    return {bos: Tokenizer.train(texts, 420, specials=specials, bos=bos) for bos in (None, "<s>")}
+
+
+@pytest.fixture(scope="module")
+def words(both) -> Tokenizer:
+    return both[None]
+
+
+def scenes_of(chosen: recipe.Recipe, atlas: Atlas) -> SceneSource:
+    config = chosen.sources["scenes"]
+    assert isinstance(config, ScenesConfig)
+    return SceneSource(config, atlas, "scenes")
+
+
+def task_of(name: str, atlas: Atlas, words: Tokenizer, more=None, **settings) -> VLMTask:
+    chosen = small(name)
+    chosen_settings = chosen.settings(-1)
+    assert isinstance(chosen_settings, VLMSettings)
+    model = recipe._model(chosen, words)
+    choose_trainable(model, chosen.stages[-1].train)
+    return VLMTask(model, {"scenes": scenes_of(chosen, atlas)} | (more or {}), words, chosen_settings.with_(**settings))
+
+
+# ---- what is learnt ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_learns(name, atlas, words):
+    """One step down the gradient of whatever its last stage trains lowers the loss."""
+    task = task_of(name, atlas, words)
+    batch = {"scenes": torch.arange(6)}
+    task.model.eval()
+    optim = torch.optim.AdamW([p for p in task.model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(3):
+        loss = task(batch)["answers"] / 6
+        losses.append(loss.item())
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+    assert losses[2] < losses[1] < losses[0]
+    assert 0 < task.flops(batch) < task.step_flops(batch)
+
+
+@pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-fused", "vlm-towers", "vlm-codes", "vlm-expert"])
+@pytest.mark.parametrize("bos", [None, "<s>"])
+def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
+    """Against the model's own forward pass over streams that are built sample by sample, of texts and PIL pictures."""
+    words, questions = both[bos], 1 if name == "vlm-fused" else 2
+    task = task_of(name, atlas, words, questions=questions, length=80)
+    model, index = task.model.eval(), torch.arange(3)
+    _randomize(model)
+    source, told = scenes_of(small(name), atlas), task.talks["scenes"]
+    said = ask_several(told.words, source.scenes(index), source.config.seed, KINDS, questions)
+    asked, answered = told.pieces.read(said.question), told.pieces.read(said.answer)
+    images = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in source.draw(index).pixels]
+    shown, streams, first = model.prepare(images), [], []
+    for b in range(3):
+        turns = [t for t in range(b * questions, (b + 1) * questions) if said.valid[t]]
+        parts = [] if bos is None else [text_part([words.bos])]
+        looking = isinstance(model, LookingVLM)
+        parts += [text_part([model.config.mark])] if looking else model.config.parts(shown.shapes[b])
+        for t in turns:
+            parts.append(text_part([*words.encode(asked[t]), words.eos]))
+            parts.append(text_part([*words.encode(answered[t]), words.eos], loss=True))
+        first.append([torch.tensor(words.encode(asked[turns[0]]))])
+        streams.append(build(parts, None if looking else model.config.rules))
+    if name == "vlm-fused":
+        shown = shown._replace(questions=tuple(first))
+    packed = pack(streams, max(map(len, streams)))
+    with torch.no_grad():
+        logits = model(packed, shown)
+        wanted = F.cross_entropy(logits.flatten(0, 1), packed.targets.flatten(), ignore_index=IGNORED)
+        torch.testing.assert_close(task({"scenes": index})["answers"] / 3, wanted, rtol=1e-4, atol=1e-5)
+    made = task._made({"scenes": index})
+    assert int((made.targets != IGNORED).sum()) == sum(stream.learnt for stream in streams)
+    task.useful()
+    task._made({"scenes": index})
+    assert task.useful() == sum(map(len, streams))
+    for b, stream in enumerate(streams):  # a talk begins where the picture ends
+        assert stream.ids[task.rows.before :].tolist() == made.ids[b, : len(stream) - task.rows.before].tolist()
+        positions = stream.positions[:, 0]
+        assert torch.equal(task.rows.frame(positions.device).positions[0, : len(stream)], positions)
+
+
+def _randomize(model) -> None:
+    """Gates and experts that start without effect would hide what they do."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "fusion" in name:
+                p.add_(torch.randn_like(p) * 0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "learns"),
+    [
+        ("mini-vlm", ("connector",), {"connector"}),
+        ("mini-vlm", ("connector", "decoder"), {"connector", "decoder"}),
+        ("vlm-tuned", ("connector", "decoder", "tower"), {"connector", "decoder", "tower"}),
+        ("mini-vlm-gated", ("connector", "decoder.fusion"), {"connector", "decoder.fusion"}),
+        ("vlm-fused", ("connector", "queries"), {"connector", "queries"}),
+        ("vlm-codes", ("connector", "tower"), {"connector", "tower"}),
+    ],
+)
+def test_gradients_reach_what_is_trained_and_nothing_else(name, train, learns, atlas, words):
+    task = task_of(name, atlas, words)
+    _randomize(task.model)
+    choose_trainable(task.model, train)
+    task({"scenes": torch.arange(4)})["answers"].backward()
+    unread = {"tower.norm_last", "decoder.head", "queries.end"}
+    for key, p in task.model.named_parameters():
+        mine = any(key.startswith(f"{part}.") for part in learns)
+        if not any(key.startswith(part) for part in unread):
+            assert (p.grad is not None and bool(p.grad.any())) == mine, key
+
+
+def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
+    """And the answers come back through a saved folder, by whoever asks."""
+    torch.manual_seed(0)
+    task = task_of("vlm-tuned", atlas, words, kinds=("colour", "counting", "what"), questions=1, length=24)
+    made = task._made({"scenes": torch.arange(8)})  # once, or most of the time would go into drawing
+    optim = torch.optim.AdamW(task.model.parameters(), lr=8e-3, weight_decay=0.0)
+    for step in range(70):
+        loss = task._said(task.rows.hidden(made.frame, made.pixels, made.ids), made.targets, "mean")
+        optim.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+        for group in optim.param_groups:
+            group["lr"] = 8e-3 * min(1, (70 - step) / 30)
+        optim.step()
+    assert loss < 0.1
+    hub.save(task.model, tmp_path, task.spoken)
+    talker, source = vitrail.load(tmp_path, device="cpu"), scenes_of(small("mini-vlm"), atlas)
+    told = task.talks["scenes"]
+    said = ask_several(told.words, source.scenes(torch.arange(8)), source.config.seed, task.settings.kinds, 1)
+    rows = said.valid.nonzero()[:, 0].tolist()
+    questions, answers = told.pieces.read(said.question[rows]), told.pieces.read(said.answer[rows])
+    pictures = [Image.fromarray(source.draw(torch.tensor([b])).pixels[0].permute(1, 2, 0).numpy()) for b in rows]
+    assert len(rows) > 5 and talker.answers(pictures, questions, max_new=16) == answers
+    assert talker.ask(pictures[0], questions[0], max_new=16) == answers[0]
+    stream = talker.prompt([talker.turn(pictures[0], questions[0])]).stream
+    ids = task._made({"scenes": torch.tensor(rows[:1])}).ids[0]
+    assert stream.ids[task.rows.before :].tolist() == ids[: len(stream) - task.rows.before].tolist()
+    assert task.rows.frame(ids.device).before.tolist() == stream.ids[: task.rows.before].tolist()
+
+
+@pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-fused"])
+def test_its_answers_are_counted_by_kind(name, atlas, words, tmp_path, monkeypatch, capsys):
+    """`vitrail eval FOLDER questions`, of a vendor and in paraphrases that it did not learn."""
+    monkeypatch.setattr("vitrail.data.scenes.library.open_atlas", lambda name: atlas)
+    task = task_of(name, atlas, words)
+    hub.save(task.model, tmp_path / "model", task.spoken)
+    how = ["--kinds", "counting", "--kinds", "colour", "--count", "4", "--vendors", "right", "--unseen"]
+    how += ["--preset", "colours", "--device", "cpu", "--out", str(tmp_path / "found.json")]
+    evals([str(tmp_path / "model"), "questions", *how], result_action="return_value")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(score["name"], score["of"]) for score in found["scores"][:2]] == [("counting", 4), ("colour", 4)]
+    assert found["unseen"] and found["vendors"] == ["right"] and "blind" in capsys.readouterr().out
+
+
+def test_fused_queries_are_asked_one_question(atlas, words, tmp_path):
+    task = task_of("vlm-fused", atlas, words)
+    hub.save(task.model.eval(), tmp_path, task.spoken)
+    talker, picture = Talker.load(tmp_path, device="cpu"), Image.new("RGB", (16, 16), "red")
+    said = [talker.ask(picture, question, max_new=4) for question in ("what is this?", "how many dogs are there?")]
+    assert talker.answers([picture, picture], ["what is this?", "how many dogs are there?"], max_new=4) == said
+    with pytest.raises(ConfigError, match="one question about one picture"):
+        talker.ask([picture, picture], "what are these?", max_new=4)
+
+
+@pytest.mark.parametrize("name", ["vlm-wide", "vlm-letterbox", "vlm-crop"])
+def test_wide_pictures_are_fitted_as_by_the_model(name, atlas, words):
+    task = task_of(name, atlas, words)
+    task.model.eval()
+    pixels = scenes_of(small(name), atlas).draw(torch.arange(5)).pixels
+    assert pixels.shape == (5, 3, 16, 32)
+    theirs = task.model.prepare([Image.fromarray(one.permute(1, 2, 0).numpy()) for one in pixels]).pixels
+    ours = task.viewed(pixels, "scenes")
+    assert ours.shape == theirs.shape and (ours - theirs).abs().mean() < 0.005
+
+
+def test_named_pictures_are_asked_for_their_names(atlas, words):
+    source = named()
+    task = task_of("mini-vlm", atlas, words, {"named": source})
+    made = task._made({"scenes": torch.arange(2), "named": torch.arange(3)})
+    assert len(made.ids) == 5
+    for b in range(3):
+        targets = made.targets[2 + b]
+        assert words.decode(targets[targets != IGNORED][:-1].tolist()) == source.abouts[b].name
+    assert task.counts({"scenes": torch.arange(2), "named": torch.arange(3)}) == {"answers": 5}
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pages(words, tmp_path_factory) -> TextWindows:
+    file = tmp_path_factory.mktemp("text") / "a.txt"
+    file.write_text("a dog and a cat. " * 200)
+    return TextWindows(TextConfig(files=(str(file),), length=16), words)
+
+
+@pytest.mark.parametrize("name", ["mini-vlm", "vlm-expert", "mini-vlm-gated"])
+def test_text_is_continued_as_by_the_decoder_alone(name, atlas, words, pages):
+    task = task_of(name, atlas, words, {"text": pages})
+    _randomize(task.model.eval())
+    samples = [pages[0], scenes_of(small(name), atlas)[3], pages[1]]
+    batch = task.collate(samples)
+    assert set(batch) == {TEXT, "scenes"} and task.counts(batch) == {"answers": 1, "text": 32}
+    with torch.no_grad():
+        logits = task.model.decoder(batch[TEXT][:, :-1])
+        wanted = F.cross_entropy(logits.flatten(0, 1), batch[TEXT][:, 1:].flatten().long(), reduction="sum")
+        task.useful()
+        torch.testing.assert_close(task(batch)["text"], wanted, rtol=1e-4, atol=1e-4)
+    assert task.useful() > 32 + task.rows.before  # the text's, the picture's and the talk's
+
+
+def test_gates_leave_the_text_as_it_was(atlas, words, pages):
+    task = task_of("mini-vlm-gated", atlas, words, {"text": pages})
+    batch = {TEXT: task.collate([pages[0], pages[1]])[TEXT]}
+    with torch.no_grad():
+        before = task(batch)["text"]
+    optim = torch.optim.AdamW([p for p in task.model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        task({"scenes": torch.arange(4)})["answers"].backward()
+        optim.step()
+    with torch.no_grad():
+        assert torch.equal(task(batch)["text"], before)
+    task.model.train()
+    with pytest.raises(ConfigError, match="nothing that text reaches"):
+        task(batch)
+
+
+# ---- many processes, and costs ----------------------------------------------------------------------------------
+
+
+def test_a_blank_runs_a_part_and_changes_nothing(atlas, words, pages):
+    task = task_of("mini-vlm", atlas, words, {"text": pages})
+    task.model.eval()
+    seen, read = {"scenes": torch.arange(3)}, {TEXT: task.collate([pages[0]])[TEXT]}
+    for batch, part, other in ((seen, "text", "answers"), (read, "answers", "text")):
+        full = task.fill(batch, part)
+        assert task.parts(batch) == {part: False, other: True} and all(task.parts(full).values())
+        assert task.counts(full) == task.counts(batch)
+        found = []
+        for one in (batch, full):
+            task.model.zero_grad()
+            losses = task(one)
+            sum(losses.values()).backward()
+            found.append((losses, {k: p.grad.clone() for k, p in task.model.named_parameters() if p.grad is not None}))
+        (plain, gradients), (filled, same) = found
+        assert filled[part] == 0 and plain[part] == 0 and filled[part].requires_grad
+        torch.testing.assert_close(filled[other], plain[other])
+        assert all(torch.allclose(same[k], gradient, atol=1e-5) for k, gradient in gradients.items())
+    both = task.fill(seen, "answers")  # what has pictures of its own may be given a blank one too
+    torch.testing.assert_close(task(both)["answers"], task(seen)["answers"])
+    assert BLANK + "answers" in both
+
+
+def test_a_frozen_tower_runs_forward_alone(atlas, words, pages):
+    task = task_of("mini-vlm", atlas, words, {"text": pages})
+    batch = {"scenes": torch.arange(4)}
+    legs = {name: leg.flops for name, leg in task.model.legs(task.rows.work(4)).items()}
+    assert task.flops(batch) == sum(legs.values())
+    assert task.step_flops(batch) == legs["tower"] + 3 * legs["connector"] + 3 * legs["decoder"]
+    choose_trainable(task.model, ("connector",))
+    assert task.step_flops(batch) == legs["tower"] + 3 * legs["connector"] + 2 * legs["decoder"]
+    choose_trainable(task.model, ("*",))
+    assert task.step_flops(batch) == 3 * sum(legs.values())
+    text = task.collate([pages[0], pages[1]])
+    assert task.flops(text) == cost.flops(task.model.decoder, cost.Work.causal(16, 2))
+
+
+# ---- recipes ----------------------------------------------------------------------------------------------------
+
+
+def test_two_stages_from_parts_of_others(atlas, monkeypatch, tmp_path):
+    """QLIP's tower and a decoder of before, both as they were; first the connector alone, then the decoder too."""
+    monkeypatch.setattr("vitrail.recipe.open_atlas", lambda name: atlas)
+    tower = recipe.read("untested/qlip-scenes").plain()["model"]["config"]
+    tower = shrunk(tower) | {"critic": None}
+    tower["codec"]["net"]["decoder"] |= {"image": 4}
+    torch.manual_seed(3)
+    hub.save(QLIP(QLIPConfig.read(tower)), tmp_path / "qlip")
+    plain = small("vlm-codes").plain()
+    hub.save(recipe._model(small("vlm-codes"), None).decoder, tmp_path / "decoder")
+    plain["model"]["parts"] = {
+        "tower": {"start": str(tmp_path / "qlip"), "part": "codec"},
+        "decoder": {"start": str(tmp_path / "decoder"), "part": ""},
+    }
+    del plain["sources"]["unseen"]
+    plain["sources"]["scenes"]["count"] = 6
+    plain["stages"][1].update({"judge": ["scenes"], "judge_every": 2})
+    made = recipe.train(recipe.Recipe.read(plain), tmp_path / "out", quiet=True)
+    before, again = hub.load(tmp_path / "qlip"), hub.load(tmp_path / "out" / "final")
+    for part in ("encoder", "into"):
+        theirs = before.codec.get_submodule(part).state_dict()
+        assert all(torch.equal(w, theirs[k]) for k, w in again.tower.get_submodule(part).state_dict().items())
+    old = hub.load(tmp_path / "decoder").state_dict()
+    assert not any(torch.equal(w, old[k]) for k, w in again.decoder.state_dict().items() if "weight" in k)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "tune" / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["judge/scenes/answers"] > 0 and mark_of(made) == 1
+    said = vitrail.load(tmp_path / "out" / "final", device="cpu").ask(Image.new("RGB", (9, 5)), "what?", max_new=3)
+    assert isinstance(said, str)
+
+
+@pytest.mark.parametrize("fusion", ["cross", "expert"])
+def test_a_fused_decoder_starts_from_a_plain_one(fusion, tmp_path):
+    chosen = small("mini-vlm-gated" if fusion == "cross" else "vlm-expert")
+    plain = recipe._model(small("mini-vlm"), None).decoder
+    hub.save(plain, tmp_path)
+    chosen = recipe.Recipe.read(
+        chosen.with_(model=chosen.model.with_(parts={"decoder": recipe.StartPart(str(tmp_path), "")})).plain()
+    )
+    model = recipe._model(chosen, None)
+    ids = torch.arange(7)[None]
+    assert torch.equal(model.decoder(ids), plain(ids))
+    if fusion == "expert":  # a copy of the weights that came, and not of those it was built with
+        own = {name: p for name, p in model.decoder.fusion.named_parameters() if p.ndim == 2}
+        assert all(any(torch.equal(p, q) for q in plain.parameters() if q.shape == p.shape) for p in own.values())
+
+
+def test_what_cannot_be_is_refused(atlas, words):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        VLMTask(recipe._model(small("mini-vlm"), None), {}, None, VLMSettings())
+    with pytest.raises(ConfigError, match=r"settings\.questions = 1"):
+        task_of("vlm-fused", atlas, words, questions=2)
+    with pytest.raises(ConfigError, match="not one has an answer"):
+        task_of("mini-vlm", atlas, words, questions=1, kinds=("reading",))
+    for wrong in ({"weights": {"read": 1.0}}, {"z": -1.0}, {"length": 4}):
+        with pytest.raises(ConfigError):
+            VLMSettings(**wrong)
+    plain = Tokenizer.train(["what is this? a dog"], 300)  # its only special is the end
+    with pytest.raises(ConfigError, match="stands for a picture"):
+        task_of("mini-vlm", atlas, plain)
+    with pytest.raises(ConfigError, match="specials"):
+        recipe.TokenizerPart(start="stories15M", specials=("<image>",))

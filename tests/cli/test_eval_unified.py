@@ -37,6 +37,15 @@ def test_questions(run):
     assert "blind" in shown and found["preset"] == "colours" and found["unseen"] is False
 
 
+def test_stress(run, monkeypatch):
+    monkeypatch.setattr("vitrail.data.told.FITTED", 256)
+    monkeypatch.setattr("vitrail.evals.suites.talking.GUESSED", 256)
+    found, shown = run("stress", "--kinds", "colour", "--count", 1)
+    names = [(score["name"], score["part"]["scenes"]) for score in found["scores"]]
+    assert len(set(names)) == 10 and ("colour", "sub-patch") in names
+    assert "colour, scenes occluded" in shown and "ordinary" in shown and 0 < found["patch"] < 1
+
+
 def test_drawing(run, tmp_path):
     found, _ = run("drawing", "--judge", tmp_path / "judge", "--count", 2, "--steps", 2, "--batch", 1, "--concepts", 8)
     assert [score["of"] for score in found["scores"]] == [2] * 6 + [12]

@@ -7,7 +7,8 @@ from cyclopts import App, Parameter
 
 from vitrail.cli.eval_benchmark import benchmark
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
-from vitrail.cli.eval_unified import drawing, questions
+from vitrail.cli.eval_naming import naming
+from vitrail.cli.eval_unified import drawing, questions, stress
 from vitrail.errors import ConfigError, DataError, nearest
 
 Several = Annotated[tuple[str, ...], Parameter(negative="")]
@@ -33,8 +34,8 @@ def evaluate(
         A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id; for a probe any model
         with a picture tower; for questions and drawing a unified model; for a benchmark one that answers questions.
     suite
-        zeroshot, retrieval, probe, winoground, aro, questions or drawing; with --data a benchmark, such as vqav2 or
-        pope: `vitrail eval benchmark --help` names them.
+        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress or drawing; with --data a benchmark,
+        such as vqav2 or pope: `vitrail eval benchmark --help` names them.
     words
         Options of the suite.
     """
@@ -258,4 +259,6 @@ def aro(
 
 app.command(benchmark, help_epilogue="Example: vitrail eval llava-hf/llava-1.5-7b-hf pope --data coco_pope_random.json")
 app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
+app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")
+app.command(stress, help_epilogue="Example: vitrail eval out/mini/final stress --vendors twemoji")
 app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")

@@ -1,4 +1,4 @@
-"""`vitrail eval MODEL questions` and `vitrail eval MODEL drawing`: what a unified model reads, and what it draws."""
+"""`vitrail eval MODEL questions`, `stress` and `drawing`: what a model reads, and what a unified one draws."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, device_of, tell
+from vitrail.cli.eval_reader import check_kinds, open_reader, scenes_of
 from vitrail.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def questions(
     Parameters
     ----------
     model
-        A unified model: a folder.
+        A unified model, or a vision-language model: a folder.
     preset
         Scenes.
     kinds
@@ -40,34 +41,53 @@ def questions(
     unseen
         Ask in paraphrases that training never uses.
     """
-    import torch
-
     from vitrail.data.scenes.config import PRESETS
-    from vitrail.data.scenes.library import open_atlas
-    from vitrail.data.scenes.source import ScenesConfig, SceneSource
-    from vitrail.data.told import words_about
-    from vitrail.data.words import DRAFTS
     from vitrail.evals.suites.talking import answered
-    from vitrail.generate.answers import answer
 
-    for kind in kinds:
-        if kind not in DRAFTS:
-            raise ConfigError(f"there is no kind of question {kind!r}", nearest(kind, DRAFTS))
+    check_kinds(kinds)
     if preset not in PRESETS:
         raise ConfigError(f"there are no scenes {preset!r}", nearest(preset, PRESETS))
-    studio = _studio(model, common)
-    unified = studio.model
-    scene: dict[str, object] = {"vendors": list(scenes.vendors)} if scenes.vendors else {}
-    config = ScenesConfig(atlas=scenes.atlas, preset=preset, scene=scene, side=unified.codec.size[0], seed=scenes.seed)
-    source = SceneSource(config, open_atlas(scenes.atlas))
-    words = words_about(source)
-
-    def answerer(pixels: torch.Tensor, texts: list[str]) -> list[str]:
-        seen, _ = unified.look(unified.codec.pixels(pixels))
-        return [one.text for one in answer(unified, seen, texts, studio.words, max_new=24)]
-
-    scores = answered(answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch)
+    reader = open_reader(model, common)
+    source, words = scenes_of(preset, scenes, reader.side)
+    scores = answered(reader.answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch)
     tell("questions", model, {"preset": preset, "unseen": unseen} | asdict(scenes), scores, common)
+
+
+def stress(
+    model: str,
+    /,
+    *,
+    kinds: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    unseen: Annotated[bool, Parameter(negative="--seen")] = False,
+    scenes: Scenes = SCENES,
+    common: Common = COMMON,
+) -> None:
+    """Ask the same about ordinary scenes and hard ones: transparent, smaller than a patch, occluded, crowded.
+
+    Parameters
+    ----------
+    model
+        A unified model, or a vision-language model: a folder.
+    kinds
+        Of questions; those that all these scenes admit, unless said. May be repeated.
+    unseen
+        Ask in paraphrases that training never uses.
+    """
+    from vitrail.evals.suites import stress as suite
+
+    kinds = kinds or suite.KINDS
+    check_kinds(kinds)
+    reader = open_reader(model, common)
+    scores = suite.stressed(
+        reader.answerer,
+        lambda preset, changes: scenes_of(preset, scenes, reader.side, changes),
+        kinds,
+        scenes.count,
+        patch=reader.patch,
+        held_out=unseen,
+        batch=common.batch,
+    )
+    tell("stress", model, {"unseen": unseen, "patch": reader.patch} | asdict(scenes), scores, common)
 
 
 def drawing(

@@ -10,7 +10,6 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.words import Pair, Words, swap
@@ -140,12 +139,11 @@ def _gather(
             f"scenes {source.config.preset!r} gave {len(true)} pairs for the swap {sort!r}, not {n}",
             "ask for fewer, or choose another preset",
         )
-    atlas, side = source.atlas.to(words.concept.device), source.config.side
     told = _joined(scenes)
     if counterpart is None:
-        return Twins(told, render(told, atlas, side), true, false)
+        return Twins(told, source.render(told), true, false)
     untold = _joined(others)
-    return Twins(told, render(told, atlas, side), true, false, untold, render(untold, atlas, side))
+    return Twins(told, source.render(told), true, false, untold, source.render(untold))
 
 
 def _true_of(

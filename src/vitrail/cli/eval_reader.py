@@ -1,0 +1,85 @@
+"""Any model that answers questions about pictures, for the suites that ask about scenes."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from vitrail.cli.eval_common import Common, Scenes, device_of
+from vitrail.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitrail.data.scenes.source import SceneSource
+    from vitrail.data.words import Words
+    from vitrail.evals.suites.talking import Answerer
+    from vitrail.studio import Studio
+    from vitrail.talker import Talker
+
+LONGEST = 24  # tokens of an answer: all true ones are shorter
+SIDE = 224  # of scenes for a model that takes pictures of any size
+
+
+class Reader(NamedTuple):
+    """`side` is that of the pictures it was made for, `patch` the share of it that one patch has."""
+
+    answerer: "Answerer"
+    side: int
+    patch: float
+
+
+def open_reader(model: str, common: Common) -> Reader:
+    from vitrail.studio import Studio, talks
+    from vitrail.talker import Talker
+
+    device = device_of(common)
+    return _talker(Talker.load(model, device=device)) if talks(model) else _studio(Studio.load(model, device=device))
+
+
+def _studio(studio: "Studio") -> Reader:
+    from vitrail.generate.answers import answer
+
+    unified = studio.model
+
+    def answerer(pixels: "Tensor", texts: list[str]) -> list[str]:
+        seen, _ = unified.look(unified.codec.pixels(pixels))
+        return [one.text for one in answer(unified, seen, texts, studio.words, max_new=LONGEST)]
+
+    return Reader(answerer, unified.codec.size[0], 1 / unified.grid[0])
+
+
+def _talker(talker: "Talker") -> Reader:
+    from PIL import Image
+
+    from vitrail.models.vlm_config import VLMConfig
+
+    config = talker.model.config
+    policy = config.policy if isinstance(config, VLMConfig) else config.fitted
+    side = getattr(policy, "size", SIDE)
+
+    def answerer(pixels: "Tensor", texts: list[str]) -> list[str]:
+        pictures = [Image.fromarray(picture) for picture in pixels.permute(0, 2, 3, 1).cpu().numpy()]
+        return talker.answers(pictures, texts, max_new=LONGEST)
+
+    return Reader(answerer, side, policy.patch / side)
+
+
+def check_kinds(kinds: Iterable[str]) -> None:
+    from vitrail.data.words import DRAFTS
+
+    for kind in kinds:
+        if kind not in DRAFTS:
+            raise ConfigError(f"there is no kind of question {kind!r}", nearest(kind, DRAFTS))
+
+
+def scenes_of(
+    preset: str, asked: Scenes, side: int, changes: dict[str, object] | None = None
+) -> "tuple[SceneSource, Words]":
+    """Scenes of a preset, changed as said, and words about them."""
+    from vitrail.data.scenes.library import open_atlas
+    from vitrail.data.scenes.source import ScenesConfig, SceneSource
+    from vitrail.data.told import words_about
+
+    scene = {**({"vendors": list(asked.vendors)} if asked.vendors else {}), **(changes or {})}
+    config = ScenesConfig(atlas=asked.atlas, preset=preset, scene=scene, side=side, seed=asked.seed)
+    source = SceneSource(config, open_atlas(asked.atlas))
+    return source, words_about(source)

@@ -1,0 +1,59 @@
+"""How well a world answers to what is done in it: control, meaning of its actions, and drift.
+
+B videos, T frames, C channels, H, W pixels, K codes, A controls
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import DataError
+from vitrail.evals.metrics.estimate import Estimate, estimate
+from vitrail.evals.metrics.similarity import psnr
+
+
+def delta_psnr(true: Tensor, inferred: Tensor, random: Tensor) -> Tensor:
+    """Genie's Δ_tPSNR, (B,) in dB: how much nearer to the true frame (B, C, H, W) the one drawn by the actions that
+    were taken is than the one drawn by random actions. 0: actions change nothing, or nothing for the better."""
+    by_inferred, by_random = psnr(true, inferred), psnr(true, random)
+    return torch.where(by_inferred == by_random, 0.0, by_inferred - by_random)  # two without error have no difference
+
+
+class Purity(NamedTuple):
+    """The share of steps whose control is the commonest of their code, and what always saying the commonest of all
+    would have. `counts` (K, A) says how often each code and control met."""
+
+    value: float
+    majority: float
+    of: int
+    counts: Tensor
+
+    @property
+    def meaning(self) -> Tensor:
+        """(K,) the commonest control of each code; −1 for codes that never occurred"""
+        return torch.where(self.counts.sum(1) > 0, self.counts.argmax(1), -1)
+
+    def __str__(self) -> str:
+        return f"purity {self.value:.3f} of {self.of:,} steps, majority {self.majority:.3f}"
+
+
+def purity(codes: Tensor, controls: Tensor) -> Purity:
+    """Of latent actions against true controls, integers of one shape. More codes are never less pure: compare at equal
+    numbers of them, and on steps that were not learned from."""
+    if codes.shape != controls.shape or not codes.numel():
+        raise DataError(f"codes {tuple(codes.shape)} and controls {tuple(controls.shape)}", "give one of each a step")
+    for name, some in (("codes", codes), ("controls", controls)):
+        if some.is_floating_point() or some.dtype == torch.bool or int(some.min()) < 0:
+            raise DataError(f"{name} are numbers from 0 on", f"not {some.dtype} from {some.min()}")
+    K, A = int(codes.max()) + 1, int(controls.max()) + 1
+    counts = (codes.long() * A + controls).flatten().cpu().bincount(minlength=K * A).view(K, A)
+    steps = int(counts.sum())
+    return Purity(int(counts.amax(1).sum()) / steps, int(counts.sum(0).max()) / steps, steps, counts)
+
+
+def drift(true: Tensor, drawn: Tensor) -> list[Estimate]:
+    """PSNR of every frame of a rollout (B, T, C, H, W) against what really followed: how fast a world leaves it."""
+    if true.ndim != 5 or true.shape != drawn.shape:
+        raise DataError(f"videos of {tuple(true.shape)} and {tuple(drawn.shape)}", "give two (B, T, C, H, W)")
+    return [estimate(f"psnr@{t}", psnr(true[:, t - 1], drawn[:, t - 1])) for t in range(1, true.shape[1] + 1)]

@@ -1,0 +1,59 @@
+"""A Genie judged on videos it has not seen: what its codec keeps, whether its actions steer, what they mean, its drift.
+
+B videos, T frames, H, W pixels
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import DataError
+from vitrail.evals.metrics.estimate import Estimate, estimate
+from vitrail.evals.metrics.similarity import psnr
+from vitrail.evals.metrics.worlds import Purity, delta_psnr, drift, purity
+from vitrail.generate.rollout import Rolling, roll
+from vitrail.models.genie import Genie
+
+AT = 4  # the frame at which Genie measures control
+
+
+class WorldReport(NamedTuple):
+    codec: Estimate  # PSNR of frames by way of their codes: no rollout is better
+    still: Estimate  # PSNR at `AT` of a world in which nothing moves: a rollout that is no better predicts nothing
+    control: Estimate  # Δ_tPSNR
+    drift: list[Estimate]  # PSNR of each frame after the first, by the actions that were taken
+    purity: Purity | None  # of latent actions against true controls, where both are there
+
+    def __str__(self) -> str:
+        lines = [*map(str, (self.codec, self.still, self.control, *self.drift))]
+        return "\n".join(lines + ([] if self.purity is None else [str(self.purity)]))
+
+
+@torch.no_grad()
+def judge_world(
+    model: Genie, video: Tensor, controls: Tensor | None = None, rolling: Rolling | None = None, *, seed: int = 0
+) -> WorldReport:
+    """Videos uint8 (B, T, C, H, W) of more than `AT` frames and, where they are known, true controls (B, T − 1). Each
+    is rolled out from its first frame, by the actions that were taken and by random ones, with the same chance."""
+    B, T = video.shape[:2]
+    if T <= AT:
+        raise DataError(f"videos of {T} frames", f"control is measured {AT} frames after the first: give longer ones")
+    pixels = model.codec.pixels(video)
+    if model.latent is None and controls is None:
+        raise DataError("this world's controls are known, and none were given", "give what was done in the videos")
+    actions = model.infer(pixels) if model.latent is not None else controls
+    assert actions is not None
+    chance = torch.Generator().manual_seed(seed)
+    other = torch.randint(0, model.actions, (B, AT), generator=chance).to(actions.device)
+    drawn = roll(model, video[:, 0], actions, rolling, seed=seed).to(video.device)
+    strayed = roll(model, video[:, 0], other, rolling, seed=seed)[:, -1].to(video.device)
+    kept = model.codec.bytes(model.codec.reconstruct(pixels)).to(video.device)
+    found = None if model.latent is None or controls is None else purity(actions, controls.to(actions.device))
+    return WorldReport(
+        estimate("codec psnr", psnr(video.flatten(0, 1), kept.flatten(0, 1)).view(B, T).mean(1)),
+        estimate(f"still psnr@{AT}", psnr(video[:, AT], video[:, 0])),
+        estimate(f"Δpsnr@{AT}", delta_psnr(video[:, AT], drawn[:, AT - 1], strayed)),
+        drift(video[:, 1:], drawn),
+        found,
+    )

@@ -1,0 +1,156 @@
+"""Claims: the rule, the reading of results, and the page that is kept."""
+
+import json
+import math
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail import sweep
+from vitrail.cli import claims as command
+from vitrail.errors import ConfigError, DataError
+from vitrail.lab.claims import Claim, claim, claims, judge
+from vitrail.lab.claims_page import page
+from vitrail.lab.kept import read_kept, read_several
+
+ROOT = Path(__file__).parents[2]
+ROW = {
+    "name": "a",
+    "says": "a is better",
+    "source": "nobody",
+    "published": "1 against 0",
+    "sweep": "small",
+    "test": "t",
+    "score": "s",
+    "unit": "points",
+    "first": "x",
+    "second": "y",
+}
+numbers = st.floats(-5, 5).map(lambda x: round(x, 3))
+
+
+def values(first, second):
+    return {("x", "t", "s"): dict(enumerate(first)), ("y", "t", "s"): dict(enumerate(second))}
+
+
+@pytest.mark.parametrize(
+    ("first", "range", "verdict"),
+    [
+        ([1.0, 1.1, 0.9], {"above": 0.0}, "holds"),
+        ([1.0, 1.1, 0.9], {"below": 0.0}, "does not hold"),
+        ([1.0, 1.1, 0.9], {"above": 1.0}, "undecided"),
+        ([1.0, 1.1, 0.9], {"above": 0.0, "below": 2.0}, "holds"),
+        ([1.0, 1.1, 0.9], {"above": -0.5, "below": 0.5}, "does not hold"),
+        ([1.0, -1.0, 2.0], {"above": 0.0}, "undecided"),
+        ([1.0, 1.0], {"above": 0.0}, "undecided"),  # two seeds
+        ([1.0], {"above": 0.0}, "undecided"),
+        ([0.0, 0.0, 0.0], {"above": 0.0}, "does not hold"),  # no difference is not above none
+    ],
+)
+def test_the_rule(first, range, verdict):
+    assert judge(Claim.read({**ROW, **range}), values(first, [0.0] * len(first))).verdict == verdict
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(numbers, numbers), min_size=3, max_size=6), numbers)
+def test_the_interval_is_that_of_a_sweep_and_opposite_claims_never_both_hold(pairs, end):
+    first, second = zip(*pairs, strict=True)
+    up = judge(Claim.read({**ROW, "above": end}), values(first, second))
+    down = judge(Claim.read({**ROW, "below": end}), values(first, second))
+    differences = [a - b for a, b in pairs]
+    low, high = sweep.Row("", "", "", dict(enumerate(differences))).interval
+    assert up.effect == pytest.approx(mean(differences))
+    assert up.interval == pytest.approx((low, high), rel=1e-3, abs=1e-3 * (1 + stdev(differences)))
+    assert not up.verdict == down.verdict == "holds"
+    assert (up.verdict == "holds") <= (down.verdict == "does not hold")
+
+
+def test_seeds_are_paired():
+    steady = {("x", "t", "s"): {0: 1.0, 1: 5.0, 2: 9.0, 7: 99.0}, ("y", "t", "s"): {2: 8.9, 1: 4.8, 0: 0.8}}
+    one = judge(Claim.read({**ROW, "above": 0.0}), steady)
+    assert sorted(one.effects) == [0, 1, 2] and one.verdict == "holds"
+    assert (one.first, one.second) == (5.0, pytest.approx(14.5 / 3))
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(DataError, match="no 's' of 't' for 'y'"):
+        judge(Claim.read({**ROW, "above": 0.0}), {("x", "t", "s"): {0: 1.0}})
+    with pytest.raises(DataError, match="share no seed"):
+        judge(Claim.read({**ROW, "above": 0.0}), {("x", "t", "s"): {0: 1.0}, ("y", "t", "s"): {1: 1.0}})
+    for wrong in ({}, {"above": 1.0, "below": 0.0}, {"above": 0.0, "sweep": None}):
+        with pytest.raises(ConfigError):
+            Claim.read({**ROW, **wrong})
+    with pytest.raises(ConfigError, match="qlip-words-fall"):
+        claim("qlip-words-fal")
+
+
+def test_results_of_each_form(tmp_path):
+    table = [{"variant": "x", "test": "t", "score": "s", "values": {"0": 1, "2": 3.5}, "mean": 2.0, "interval": None}]
+    (tmp_path / "bare.json").write_text(json.dumps(table))
+    (tmp_path / "kept.json").write_text(json.dumps({"origin": {"commit": "abc"}, "table": table}))
+    tests = {"t": {"command": "do it", "a-b-1": {"s": {"value": 4}}, "y-0": {"scores": {"s": {"value": 5}}, "use": []}}}
+    (tmp_path / "tests.json").write_text(json.dumps({"evals": tests}))
+    assert read_kept(tmp_path / "bare.json").values == {("x", "t", "s"): {0: 1.0, 2: 3.5}}
+    assert read_kept(tmp_path / "kept.json").origin == {"commit": "abc"}
+    assert read_kept(tmp_path / "tests.json").values == {("a-b", "t", "s"): {1: 4.0}, ("y", "t", "s"): {0: 5.0}}
+    both = read_several([tmp_path / "kept.json", tmp_path / "tests.json"])
+    assert both is not None and len(both.values) == 3 and set(both.origin) == {"kept", "tests"}
+    assert read_several([tmp_path / "kept.json", tmp_path / "none.json"]) is None
+    for broken in ("{", '{"table": [{"values": {"0": 1}}]}', '{"table": [3]}'):
+        (tmp_path / "broken.json").write_text(broken)
+        with pytest.raises(DataError, match=r"broken\.json"):
+            read_kept(tmp_path / "broken.json")
+
+
+def test_every_claim_is_of_a_sweep_and_of_variants_that_there_are():
+    sweeps = {one.sweep: sweep.read(one.sweep) for one in claims().values() if one.sweep is not None}
+    stages = {
+        name: [stage.name for stage in read.read_recipe(read.variants[-1], 0).stages] for name, read in sweeps.items()
+    }
+    for one in claims().values():
+        if one.sweep is not None:
+            assert {one.first, one.second} <= {variant.name for variant in sweeps[one.sweep].variants}, one.name
+            assert one.test in {*sweeps[one.sweep].tests, *stages[one.sweep]}, one.name
+        assert all(math.isfinite(end) for end in (one.above, one.below) if end is not None)
+
+
+def test_the_page_is_what_the_command_writes(tmp_path, capsys):
+    out = tmp_path / "claims.md"
+    command.report(results=ROOT / "results", out=out)
+    assert out.read_text() == (ROOT / "docs" / "claims.md").read_text(), "run `vitrail claims report`"
+    assert page(ROOT / "results") == out.read_text()
+    with pytest.raises(ConfigError, match="no folder"):
+        command.report(results=tmp_path / "nowhere", out=out)
+    capsys.readouterr()
+
+
+def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
+    chosen = claim("qlip-words-fall")
+    asked = []
+
+    def sweep(name, *, out, jobs, show, device):
+        asked.append((name, jobs, device))
+        rows = [
+            {"variant": variant, "test": chosen.test, "score": chosen.score, "values": {"0": a, "1": a, "2": a + 0.01}}
+            for variant, a in ((chosen.first, 0.1), (chosen.second, 0.5))
+        ]
+        out.mkdir(parents=True)
+        (out / "table.json").write_text(json.dumps(rows))
+
+    monkeypatch.setattr("vitrail.cli.sweep.sweep", sweep)
+    command.run("qlip-words-fall", out=tmp_path / "runs", jobs=2, device="cpu")
+    assert asked == [("qlip-weights", 2, "cpu")]
+    assert "−40.0 points [−40.0, −40.0]: holds" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no sweep of its own"):
+        command.run("qlip-late-quantizer-psnr")
+
+
+def test_the_list_names_all(tmp_path, capsys):
+    command.list_claims(results=ROOT / "results")
+    said = capsys.readouterr().out
+    assert all(name in said for name in claims()) and ": holds" in said
+    command.list_claims(results=tmp_path)
+    assert capsys.readouterr().out.count("not run yet") == len(claims())

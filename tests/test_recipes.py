@@ -91,6 +91,22 @@ def test_unknown_recipes_and_changes_are_named(tmp_path):
         cli.train(str(tmp_path / "broken.toml"), out=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[1, # one\n 2]", [1, 2]),
+        ('"""a\nb"""', "a\nb"),
+        ("{a = 1,\n b = 2}", {"a": 1, "b": 2}),
+        ("1\nother = 2", "1\nother = 2"),
+        ("as it stands", "as it stands"),
+    ],
+)
+def test_changes_may_stand_on_several_lines(text, value):
+    data = {}
+    recipe._lay(data, "key", text)
+    assert data == {"key": value}
+
+
 def test_how_a_run_is_run_may_change_and_what_it_learns_may_not(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 400)

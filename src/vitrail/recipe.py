@@ -287,8 +287,10 @@ def read(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -
 def _lay(data: dict[str, Any], key: str, value: Any) -> None:
     """Set one value by its dotted path; a number counts into a list. A text is TOML, or a string as it stands."""
     if isinstance(value, str):
-        with contextlib.suppress(tomllib.TOMLDecodeError):  # a long table may stand on several lines
-            value = tomllib.loads("value = " + value.replace("\n", " "))["value"]
+        for text in (value, value.replace("\n", " ")):  # a long table may stand on several lines
+            with contextlib.suppress(ValueError):  # no TOML, or more than one value
+                [value] = tomllib.loads("value = " + text).values()
+                break
     *way, last = key.split(".")
     node: Any = data
     for part in way:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 from evals.test_judge import config, shapes
 from generate.test_answers import TEXTS, unified
@@ -46,6 +47,27 @@ def test_stress(run, monkeypatch):
     assert "colour, scenes occluded" in shown and "ordinary" in shown and 0 < found["patch"] < 1
 
 
+def test_what_is_below_the_finest_patch_is_left_out_and_said(run, monkeypatch):
+    from vitrail.cli import eval_unified
+
+    monkeypatch.setattr("vitrail.data.told.FITTED", 256)
+    monkeypatch.setattr("vitrail.evals.suites.talking.GUESSED", 256)
+    opened = eval_unified.open_reader
+    monkeypatch.setattr(eval_unified, "open_reader", lambda *of: opened(*of)._replace(patch=0.01))
+    found, _ = run("stress", "--kinds", "colour", "--count", 1)
+    assert {score["part"]["scenes"] for score in found["scores"]} == {"plain", "transparent", "occluded", "crowded"}
+    assert found["left_out"] == ["sub-patch"]
+
+
+def test_pictures_are_named_by_the_folder_they_lie_in(run, tmp_path):
+    for name in ("cherry", "lemon"):
+        (tmp_path / "fruit" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (16, 16), "red").save(tmp_path / "fruit" / name / f"{number}.png")
+    found, _ = run("naming", "--data", tmp_path / "fruit", "--names", "category")
+    assert found["names"] == "category" and [score["of"] for score in found["scores"]] == [4, 2]
+
+
 def test_drawing(run, tmp_path):
     found, _ = run("drawing", "--judge", tmp_path / "judge", "--count", 2, "--steps", 2, "--batch", 1, "--concepts", 8)
     assert [score["of"] for score in found["scores"]] == [2] * 6 + [12]
@@ -56,6 +78,8 @@ def test_drawing(run, tmp_path):
     ("words", "says"),
     [
         (["questions", "--kinds", "countng"], "countng"),
+        (["questions", "--kinds", "caption_short"], "caption_short.*word for word"),
+        (["stress", "--kinds", "caption_long"], "caption_long.*word for word"),
         (["questions", "--preset", "colors"], "colors"),
         (["drawing", "--judge", "MODEL"], "no detector"),
     ],

@@ -20,7 +20,8 @@ from vitrail.data.words import ask_several
 from vitrail.errors import ConfigError
 from vitrail.models.unified import Unified
 from vitrail.processing.text import Tokenizer
-from vitrail.tasks.unified import IGNORED, TEXT, UnifiedSettings, UnifiedTask
+from vitrail.tasks.told import IGNORED, TEXT
+from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from vitrail.processing.text import Tokenizer
 from vitrail.stream import build, pack
 from vitrail.stream import words as text_part
 from vitrail.talker import Talker
-from vitrail.tasks.vlm import BLANK, IGNORED, TEXT, VLMSettings, VLMTask
+from vitrail.tasks.told import IGNORED, TEXT
+from vitrail.tasks.vlm import BLANK, VLMSettings, VLMTask
 from vitrail.train.stage import choose_trainable
 
 DOCS = Path(__file__).parents[2] / "docs" / "vlm.md"
@@ -39,7 +41,7 @@ SMALL = {
     "width": {256: 16, 288: 32},
     "reads": {256: 16, 512: 32, 288: 32},
     "gives": {288: 32},
-    "hidden": {1024: 24, 1152: 24, 768: 24},
+    "hidden": {1024: 24, 768: 24},
     "heads": {4: 2, 6: 2},
     "kv_heads": {6: 2},
     "head_dim": {48: 16},
@@ -427,6 +429,29 @@ def test_a_fused_decoder_starts_from_a_plain_one(fusion, tmp_path):
     if fusion == "expert":  # a copy of the weights that came, and not of those it was built with
         own = {name: p for name, p in model.decoder.fusion.named_parameters() if p.ndim == 2}
         assert all(any(torch.equal(p, q) for q in plain.parameters() if q.shape == p.shape) for p in own.values())
+
+
+def test_docs_and_sweep_mean_the_same_qformer():
+    sweep = tomllib.loads((DOCS.parents[1] / "recipes" / "sweeps" / "vlm.toml").read_text())
+    [changes] = [one["changes"] for one in sweep["variants"] if one["name"] == "Q-Former"]
+    assert recipe.read(*VARIANTS["vlm-qformer"]) == recipe.read(sweep["recipe"], changes)
+
+
+def test_a_picture_is_not_marked_by_the_start(atlas, both):
+    words = both["<s>"]
+    chosen = small("mini-vlm").plain()
+    chosen["model"]["config"]["rules"]["fill"] = words.bos
+    model = recipe._model(recipe.Recipe.read(chosen), words)
+    with pytest.raises(ConfigError, match="the start aside"):
+        VLMTask(model, {}, words, VLMSettings(length=8))
+
+
+def test_rows_fit_the_context(atlas, words):
+    task = task_of("mini-vlm", atlas, words)
+    room = task.model.config.decoder.context - task.rows.before
+    task_of("mini-vlm", atlas, words, length=room)
+    with pytest.raises(ConfigError, match=f"{task.rows.before} before a talk"):
+        task_of("mini-vlm", atlas, words, length=room + 1)
 
 
 def test_what_cannot_be_is_refused(atlas, words):

@@ -16,6 +16,7 @@ def naming(
     part: Literal["all", "train", "test"] = "test",
     only: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     among: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    names: Literal["own", "category"] = "own",
     trim: Annotated[bool, Parameter(negative="")] = False,
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
     limit: int | None = None,
@@ -35,6 +36,8 @@ def naming(
         A category, such as animals; may be repeated.
     among
         Ask only about names that this source has too: those that the model has met. May be repeated.
+    names
+        What a picture is called by: its own name, or its category (of a folder: the one that it lies in).
     trim
         Cut pictures to what is opaque.
     unseen
@@ -45,11 +48,11 @@ def naming(
     from vitrail.data.named import NamedConfig, NamedSource
     from vitrail.evals.suites.naming import named
 
-    reader = open_reader(model, common)
-    source = NamedSource(NamedConfig(data=data, part=part, only=only, trim=trim))
-    known = [about.name for about in NamedSource(NamedConfig(data=among)).abouts] if among else []
+    source = NamedSource(NamedConfig(data=data, part=part, only=only, names=names, trim=trim))
+    known = [about.name for about in NamedSource(NamedConfig(data=among, names=names)).abouts] if among else []
+    reader = open_reader(model, common, sorted({about.name for about in source.abouts}))
     scores = named(
         reader.answerer, source, reader.side, among=known, limit=limit, unseen=unseen, batch=min(common.batch, 64)
     )
-    settings = {"data": data, "part": part, "only": only, "among": among, "trim": trim, "unseen": unseen}
-    tell("naming", model, {**settings, "limit": limit}, scores, common)
+    settings = {"data": data, "part": part, "only": only, "among": among, "names": names, "trim": trim}
+    tell("naming", model, {**settings, "unseen": unseen, "limit": limit}, scores, common)

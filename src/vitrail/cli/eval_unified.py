@@ -87,7 +87,10 @@ def stress(
         held_out=unseen,
         batch=common.batch,
     )
-    tell("stress", model, {"unseen": unseen, "patch": reader.patch} | asdict(scenes), scores, common)
+    left = sorted(set(suite.STRESSES) - {score.part["scenes"] for score in scores})
+    said = f"left out: {', '.join(left)}, since a patch is {reader.patch:.3f} of the side" if left else ""
+    settings = {"unseen": unseen, "patch": reader.patch, "left_out": left}
+    tell("stress", model, settings | asdict(scenes), scores, common, said)
 
 
 def drawing(

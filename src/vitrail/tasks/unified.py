@@ -5,29 +5,23 @@ B samples, L tokens, N codes of a picture
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.config import Config
 from vitrail.data.named import NamedSource
-from vitrail.data.scenes.source import SceneSource, by_source
+from vitrail.data.scenes.source import SceneSource
 from vitrail.data.talks import QUESTIONS, Talks, talks
 from vitrail.data.text import TextWindows
 from vitrail.data.views import PLAIN, views
-from vitrail.data.words.pieces import TokenTable
 from vitrail.errors import ConfigError
 from vitrail.models.unified import Unified
 from vitrail.nn import Work, cost
-from vitrail.objectives.cross_entropy import linear_cross_entropy
 from vitrail.processing.text import Tokenizer
+from vitrail.tasks.told import TEXT, Teller, collate, said_loss
 from vitrail.train.task import Batch
-
-TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
-IGNORED = -100
-TRIED = 32  # samples of a source that are looked at before training
 
 
 class UnifiedSettings(Config):
@@ -83,33 +77,22 @@ class UnifiedTask:
         kinds = {"draw" if name in settings.draw else "read" for name in shown}
         kinds |= {"text"} if len(shown) < len(sources) else set()
         self.weights = {kind: settings.weights.get(kind, 1.0) for kind in ("text", "read", "draw") if kind in kinds}
-        self._ready: dict[tuple[torch.device, str], TokenTable] = {}
-        self.prompt: dict[str, int] = {}
-        for name, told in self.talks.items():
-            table = told.pieces.tokenized(words, [words.eos])
-            self._ready[torch.device("cpu"), name] = table
-            self.prompt[name] = min(settings.prompt, told.longest(table)[1])
+        self.teller = Teller(self.talks, words, words.eos, settings.length)
+        cpu = torch.device("cpu")
+        self.prompt = {
+            name: min(settings.prompt, told.longest(self.teller.table(cpu, name))[1])
+            for name, told in self.talks.items()
+        }
         h, w = model.grid
         self.codes, self.side = h * w, model.codec.size[0]
         for name in self.talks:
             if name not in settings.draw:
-                self._refuse_nothing(name, len(shown[name]))
-
-    def _refuse_nothing(self, name: str, count: int) -> None:
-        """What is never learnt would look perfect."""
-        index = torch.arange(min(count, TRIED))
-        if not bool((self._talk(name, index)[2] != IGNORED).any()):
-            raise ConfigError(
-                f"of {len(index)} talks about {name!r} not one has an answer within {self.settings.length} tokens",
-                "allow a greater length, or kinds of questions that its scenes admit",
-            )
+                self.teller.refuse_nothing(name, len(shown[name]))
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        windows = [torch.from_numpy(sample) for sample in samples if isinstance(sample, np.ndarray)]
-        batch = by_source([sample for sample in samples if not isinstance(sample, np.ndarray)])
-        return batch | ({TEXT: torch.stack(windows)} if windows else {})
+        return collate(samples)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Tokens of plain text, and pictures."""
@@ -149,12 +132,8 @@ class UnifiedTask:
         asked = hidden.flatten(1).float()
         return ((each * asked).sum(1) / asked.sum(1)).sum()
 
-    def _said(self, hidden: Tensor, targets: Tensor, reduction: Any) -> Tensor:
-        decoder = self.model.decoder
-        head = decoder.embed.weight if decoder.head is None else decoder.head.weight
-        return linear_cross_entropy(
-            hidden.flatten(0, 1), head, targets.flatten(), z=self.settings.z, reduction=reduction, ignore=IGNORED
-        )
+    def _said(self, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+        return said_loss(self.model.decoder, hidden, targets, reduction, self.settings.z)
 
     def _hidden(self, codes: Tensor) -> Tensor:
         """(B, h, w): a share of cos(π/2 · u) of each picture's codes, at least one, anywhere"""
@@ -167,13 +146,8 @@ class UnifiedTask:
     @torch.no_grad()
     def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
-        told = self.talks[name].talk(index)
-        table, L = self._on(index.device, name), self.settings.length
-        ids, _ = table.write(told.rows, L + 1, self.end, check=False)
-        learnt = told.learnt.gather(1, table.piece(told.rows, L + 1))
-        inside = torch.arange(L + 1, device=ids.device) < table.length[told.rows].sum(1, keepdim=True)
-        targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
-        return self._viewed(name, told.pixels), ids[:, :-1], targets
+        told = self.teller.tell(name, index)
+        return self._viewed(name, told.pixels), told.ids, told.targets
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -181,18 +155,13 @@ class UnifiedTask:
         """pixels (B, C, S, S), ids (B, L) of prompts and how many of them are there (B,): none where it is dropped"""
         asked = self.talks[name].wish(index)
         L = self.prompt[name]
-        ids, length = self._on(index.device, name).write(asked.rows, L, self.end, check=False)
+        ids, length = self.teller.table(index.device, name).write(asked.rows, L, self.end, check=False)
         ids[:, -1] = torch.where(length > L, self.end, ids[:, -1])  # a prompt that is cut keeps its end
         dropped = torch.rand(len(index), device=index.device) < self.settings.drop * self.model.training
         return self._viewed(name, asked.pixels), ids, length.clamp(max=L) * ~dropped
 
     def _viewed(self, name: str, pixels: Tensor) -> Tensor:
         return views(pixels, (self.talks[name].views if self.model.training else PLAIN).with_(side=self.side))
-
-    def _on(self, device: torch.device, name: str) -> TokenTable:
-        if (device, name) not in self._ready:
-            self._ready[device, name] = self._ready[torch.device("cpu"), name].to(device)
-        return self._ready[device, name]
 
     def flops(self, batch: Batch) -> int:
         """Of the decoder."""

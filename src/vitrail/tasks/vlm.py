@@ -5,33 +5,28 @@ B samples, C channels, S side, L tokens of a talk, T tokens of a question, P pie
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.data.named import NamedSource
-from vitrail.data.scenes.source import SceneSource, by_source
+from vitrail.data.scenes.source import SceneSource
 from vitrail.data.talks import QUESTIONS, Talks, talks
 from vitrail.data.text import TextWindows
 from vitrail.data.views import PLAIN, views
-from vitrail.data.words.pieces import TokenTable
 from vitrail.errors import ConfigError
 from vitrail.models.looking import LookingVLM
 from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of
 from vitrail.nn import Work, cost
-from vitrail.objectives.cross_entropy import linear_cross_entropy
 from vitrail.processing.fit import fit, squashes
 from vitrail.processing.templates import spoken
 from vitrail.processing.text import Tokenizer
+from vitrail.tasks.told import IGNORED, TEXT, Teller, collate, said_loss
 from vitrail.train.task import Batch
 
-TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
 BLANK = "blank/"  # before a part's name: something that runs it and says nothing
-IGNORED = -100
-TRIED = 32  # samples of a source that are looked at before training
 
 
 class VLMSettings(Config):
@@ -69,6 +64,7 @@ class Made(NamedTuple):
 class VLMTask:
     """A row is a bos, where the tokenizer has one, a picture, and a talk: question, end, answer, end, and so on. The
     loss is the mean over tokens of answers and their ends, times the pictures; of text it is the sum over its tokens.
+    So micro-batches and ranks weigh by their pictures, not by their tokens: a token counts for less where more are.
 
     `spoken` is the tokenizer with a chat template that says the same, for whoever asks the model afterwards.
     """
@@ -94,34 +90,26 @@ class VLMTask:
         lead = lead if lead == [words.bos] else []
         self.spoken = _speaking(words, mark_of(model), lead)
         self.rows = Rows(model, lead, settings.length)
+        asked, context = self.rows.before + settings.length, model.config.decoder.context
+        if asked > context:
+            raise ConfigError(
+                f"rows of {asked} tokens, {self.rows.before} before a talk, and a decoder made for {context}",
+                "lower settings.length, make fewer tokens of a picture, or take a decoder of a longer context",
+            )
         self.talks: dict[str, Talks] = {
             name: talks(source, settings.questions, settings.kinds) for name, source in shown.items()
         }
         kinds = (["answers"] if shown else []) + (["text"] if len(shown) < len(sources) else [])
         self.weights = {kind: settings.weights.get(kind, 1.0) for kind in kinds}
-        self._tables: dict[tuple[torch.device, str], TokenTable] = {
-            (torch.device("cpu"), name): told.pieces.tokenized(words, [words.eos]) for name, told in self.talks.items()
-        }
+        self.teller = Teller(self.talks, words, words.eos, settings.length)
         self._read = torch.zeros((), dtype=torch.long)
         for name in self.talks:
-            self._refuse_nothing(name, len(shown[name]))
-        self.useful()
-
-    def _refuse_nothing(self, name: str, count: int) -> None:
-        """What is never learnt would look perfect."""
-        index = torch.arange(min(count, TRIED))
-        if not bool((self._talk(name, index)[2] != IGNORED).any()):
-            raise ConfigError(
-                f"of {len(index)} talks about {name!r} not one has an answer within {self.settings.length} tokens",
-                "allow a greater length, or kinds of questions that its scenes admit",
-            )
+            self.teller.refuse_nothing(name, len(shown[name]))
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        windows = [torch.from_numpy(sample) for sample in samples if isinstance(sample, np.ndarray)]
-        batch = by_source([sample for sample in samples if not isinstance(sample, np.ndarray)])
-        return batch | ({TEXT: torch.stack(windows)} if windows else {})
+        return collate(samples)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Pictures, and tokens of plain text."""
@@ -163,12 +151,8 @@ class VLMTask:
             )
         return loss
 
-    def _said(self, hidden: Tensor, targets: Tensor, reduction: Any) -> Tensor:
-        decoder = self.model.decoder
-        head = decoder.embed.weight if decoder.head is None else decoder.head.weight
-        return linear_cross_entropy(
-            hidden.flatten(0, 1), head, targets.flatten(), z=self.settings.z, reduction=reduction, ignore=IGNORED
-        )
+    def _said(self, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+        return said_loss(self.model.decoder, hidden, targets, reduction, self.settings.z)
 
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()
@@ -189,14 +173,9 @@ class VLMTask:
 
     def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
-        told = self.talks[name].talk(index)
-        table, L = self._on(index.device, name), self.settings.length
-        ids, _ = table.write(told.rows, L + 1, self.end, check=False)
-        learnt = told.learnt.gather(1, table.piece(told.rows, L + 1))
-        inside = torch.arange(L + 1, device=ids.device) < table.length[told.rows].sum(1, keepdim=True)
-        targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
-        self._count(inside[:, :L].sum() + len(index) * self.rows.before)
-        return self.viewed(told.pixels, name), ids[:, :-1], targets
+        told = self.teller.tell(name, index)
+        self._count(told.inside.sum() + len(index) * self.rows.before)
+        return self.viewed(told.pixels, name), told.ids, told.targets
 
     def _blank(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         C, S = len(self.model.config.mean), self.rows.side
@@ -214,11 +193,6 @@ class VLMTask:
         x = (views(pixels, varied.with_(side=self.rows.side)) + 1) / 2
         mean, std = (x.new_tensor(values).view(-1, 1, 1) for values in (config.mean, config.std))
         return ((x - mean) / std).to(self.model.decoder.embed.weight.dtype)
-
-    def _on(self, device: torch.device, name: str) -> TokenTable:
-        if (device, name) not in self._tables:
-            self._tables[device, name] = self._tables[torch.device("cpu"), name].to(device)
-        return self._tables[device, name]
 
     # ---- costs --------------------------------------------------------------------------------------------------
 
@@ -266,10 +240,11 @@ def _learning(modules: Sequence[nn.Module]) -> float:
 
 def _speaking(words: Tokenizer, mark: int, lead: Sequence[int]) -> Tokenizer:
     """The tokenizer with a template of talks as they are learnt. Its mark of a picture must be no other word's."""
-    if mark >= words.size or mark == words.eos or words.token(mark) not in words.specials:
+    if mark >= words.size or mark in (words.eos, *lead) or words.token(mark) not in words.specials:
         raise ConfigError(
             f"the id {mark}, which stands for a picture, is no special token of its own to the tokenizer",
-            f"set rules.fill (or mark) to one of {words.specials}, the end aside, or add one: tokenizer.specials",
+            f"set rules.fill (or mark) to one of {words.specials}, the end and the start aside, or add one: "
+            "tokenizer.specials",
         )
     named = copy.copy(words)
     start = "".join(words.token(id) for id in lead)

@@ -42,11 +42,14 @@ def stressed(
     batch: int = BATCH,
 ) -> list[Score]:
     """Every kind of question about every kind of scene; those about hard scenes stand beside what the same kind has on
-    ordinary ones too. `patch`, where it is known, is the model's own, as a share of the side."""
+    ordinary ones too. `patch`, where it is known, is the model's own, as a share of the side; where nothing so small
+    is laid out, scenes below a patch are left out."""
     scores, ordinary = [], {}
     for preset in (ORDINARY, *STRESSES):
         changes = STRESSES.get(preset, {})
         if preset == "sub-patch" and patch is not None:
+            if patch <= LEAST:
+                continue
             changes = changes | below_a_patch(patch)
         source, words = open_scenes(preset, changes)
         for score in answered(answerer, source, words, kinds, count, held_out=held_out, batch=batch):

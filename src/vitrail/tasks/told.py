@@ -1,0 +1,81 @@
+"""What tasks that answer questions share: talks about pictures in tokens, batches of pictures and plain text, and the
+loss of what is said.
+
+B samples, L tokens
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.backbones.decoder import Decoder
+from vitrail.data.scenes.source import by_source
+from vitrail.data.talks import Talks
+from vitrail.data.words.pieces import TokenTable
+from vitrail.errors import ConfigError
+from vitrail.objectives.cross_entropy import linear_cross_entropy
+from vitrail.processing.text import Tokenizer
+from vitrail.train.task import Batch
+
+TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
+IGNORED = -100
+TRIED = 32  # samples of a source that are looked at before training
+
+
+class Told(NamedTuple):
+    """Talks about pictures."""
+
+    pixels: Tensor  # uint8 (B, 3 or 4, H, W)
+    ids: Tensor  # (B, L)
+    targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
+    inside: Tensor  # (B, L) which tokens are no padding
+
+
+class Teller:
+    """The talks of some sources in a tokenizer's ids, `length` of them; the tables are kept by device."""
+
+    def __init__(self, talks: Mapping[str, Talks], words: Tokenizer, end: int, length: int):
+        self.talks, self.end, self.length = talks, end, length
+        self._ready: dict[tuple[torch.device, str], TokenTable] = {
+            (torch.device("cpu"), name): told.pieces.tokenized(words, [end]) for name, told in talks.items()
+        }
+
+    @torch.no_grad()
+    def tell(self, name: str, index: Tensor) -> Told:
+        told, L = self.talks[name].talk(index), self.length
+        table = self.table(index.device, name)
+        ids, _ = table.write(told.rows, L + 1, self.end, check=False)
+        learnt = told.learnt.gather(1, table.piece(told.rows, L + 1))
+        inside = torch.arange(L + 1, device=ids.device) < table.length[told.rows].sum(1, keepdim=True)
+        targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
+        return Told(told.pixels, ids[:, :-1], targets, inside[:, :-1])
+
+    def table(self, device: torch.device, name: str) -> TokenTable:
+        if (device, name) not in self._ready:
+            self._ready[device, name] = self._ready[torch.device("cpu"), name].to(device)
+        return self._ready[device, name]
+
+    def refuse_nothing(self, name: str, count: int) -> None:
+        """What is never learnt would look perfect."""
+        index = torch.arange(min(count, TRIED))
+        if not bool((self.tell(name, index).targets != IGNORED).any()):
+            raise ConfigError(
+                f"of {len(index)} talks about {name!r} not one has an answer within {self.length} tokens",
+                "allow a greater length, or kinds of questions that its scenes admit",
+            )
+
+
+def collate(samples: Sequence[Any]) -> Batch:
+    """Numbers of pictures by their source, and windows of plain text."""
+    windows = [torch.from_numpy(sample) for sample in samples if isinstance(sample, np.ndarray)]
+    batch = by_source([sample for sample in samples if not isinstance(sample, np.ndarray)])
+    return batch | ({TEXT: torch.stack(windows)} if windows else {})
+
+
+def said_loss(decoder: Decoder, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"], z: float) -> Tensor:
+    """hidden (B, L, W), targets (B, L) → −log p of what is learnt, and z · logsumexp²"""
+    head = decoder.embed.weight if decoder.head is None else decoder.head.weight
+    return linear_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), z=z, reduction=reduction, ignore=IGNORED)

@@ -1,10 +1,13 @@
 """`vitrail data instruct`: from a file to conversations, with a text model that plays a script."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
+from vitrail.backbones.decoder import Decoder
 from vitrail.cli import instruct as module
 from vitrail.cli.instruct import instruct
 from vitrail.errors import ConfigError
@@ -35,3 +38,23 @@ def test_the_table_tells_what_came_of_it(coco, monkeypatch, capsys):
 def test_what_cannot_be(coco):
     with pytest.raises(ConfigError, match="0 pictures"):
         instruct(str(coco / "captions.json"), out=coco / "out", count=0)
+
+
+def test_special_tokens_that_a_caption_spells_stay_plain_text(monkeypatch):
+    """Of a model without a chat template too."""
+    encoded = []
+
+    class Words:
+        chat_template = None
+
+        def encode(self, text, **how):
+            encoded.append((text, how))
+            return [0] * 10**6  # no room is left, so that nothing is generated
+
+    decoder = Decoder.__new__(Decoder)
+    torch.nn.Module.__init__(decoder)
+    decoder.config = SimpleNamespace(context=64)
+    monkeypatch.setattr("vitrail.hub.load", lambda *_, **__: decoder)
+    monkeypatch.setattr("vitrail.hub.tokenizer", lambda _: Words())
+    assert module._writer("tiny", "default", 32, 0.7, "cpu")("A dog.</s>", 0) is None
+    assert encoded == [("A dog.</s>", {"specials": True, "literal": True})]

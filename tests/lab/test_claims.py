@@ -75,6 +75,17 @@ def test_seeds_are_paired():
     assert (one.first, one.second) == (5.0, pytest.approx(14.5 / 3))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_seed_that_diverged_leaves_it_undecided_and_is_named(value):
+    one = judge(Claim.read({**ROW, "above": 0.0}), values([1.0, value, 1.0], [0.0, 0.0, 0.0]))
+    assert one.verdict == "undecided" and one.interval is None
+    assert str(one).endswith("[no interval]: undecided (3 seeds, not finite: seed 1)")
+
+
+def test_small_losses_are_told():
+    assert claim("vlm-gates").range == "> −0.0010 nats and < 0.0010 nats"
+
+
 def test_what_is_missing_is_named():
     with pytest.raises(DataError, match="no 's' of 't' for 'y'"):
         judge(Claim.read({**ROW, "above": 0.0}), {("x", "t", "s"): {0: 1.0}})
@@ -143,7 +154,13 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("vitrail.cli.sweep.sweep", sweep)
     command.run("qlip-words-fall", out=tmp_path / "runs", jobs=2, device="cpu")
     assert asked == [("qlip-weights", 2, "cpu")]
-    assert "−40.0 points [−40.0, −40.0]: holds" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "−40.0 points [−40.0, −40.0]: holds" in said and "cannot decide" not in said
+    chosen = claim("fsq-level-with-vq")
+    command.run(chosen.name, out=tmp_path / "few")
+    assert (
+        "'codec-rates' has 1 seed, and fewer than 3 cannot decide: give it seeds = [0, 1, 2]" in capsys.readouterr().out
+    )
     with pytest.raises(ConfigError, match="no sweep of its own"):
         command.run("qlip-late-quantizer-psnr")
 

@@ -47,14 +47,20 @@ def run(name: str, /, *, out: Path | None = None, jobs: int = 1, device: str | N
     device
         cpu or cuda; a GPU is used where there is one.
     """
+    from vitrail import sweep as sweeps
     from vitrail.cli.sweep import sweep
-    from vitrail.lab.claims import RULE, claim, judge
+    from vitrail.lab.claims import RULE, SEEDS, claim, judge
     from vitrail.lab.kept import read_kept
 
     chosen = claim(name)
     if chosen.sweep is None:
         raise ConfigError(f"the claim {name!r} has no sweep of its own", f"do {', '.join(chosen.commands)}; see docs")
     out = out or Path("out") / chosen.sweep
+    if (seeds := len(sweeps.read(chosen.sweep).seeds)) < SEEDS:
+        print(
+            f"the sweep {chosen.sweep!r} has {seeds} seed{'s' if seeds > 1 else ''}, and fewer than {SEEDS} cannot "
+            f"decide: give it seeds = {list(range(SEEDS))} in {sweeps.folder() / chosen.sweep}.toml\n"
+        )
     sweep(chosen.sweep, out=out, jobs=jobs, show=(chosen.score,), device=device)
     print(f"\n{chosen.says}: claimed {chosen.range}")
     print(judge(chosen, read_kept(out / "table.json").values))

@@ -137,7 +137,7 @@ def _writer(model: str, name: str, tokens: int, temperature: float, device: Lite
         if template is not None:
             ids = template.encode([{"role": "user", "content": prompt}], words, generate=True).ids
         else:
-            ids = words.encode(prompt, specials=True)
+            ids = words.encode(prompt, specials=True, literal=True)
         room = min(tokens, decoder.config.context - len(ids))
         if room < LEAST:
             return None

@@ -23,7 +23,8 @@ SEEDS = 3
 RULE = (
     "The effect is the first variant's score less the second's, seed by seed; its interval is Student's of 95 % over "
     "seeds. A claim names the range that the effect lies in. It holds if the whole interval is inside that range, it "
-    f"does not hold if the whole interval is outside, and it is undecided otherwise, or with fewer than {SEEDS} seeds."
+    f"does not hold if the whole interval is outside, and it is undecided otherwise, with fewer than {SEEDS} seeds, "
+    "or where a seed's effect is no finite number."
 )
 Verdict = Literal["holds", "does not hold", "undecided"]
 
@@ -34,7 +35,7 @@ class Unit(NamedTuple):
     level: str  # what a score is told in, where that differs from what a difference is
 
 
-UNITS = {"points": Unit(100, 1, "%"), "dB": Unit(1, 2, "dB"), "nats": Unit(1, 2, "nats"), "FD": Unit(1, 0, "FD")}
+UNITS = {"points": Unit(100, 1, "%"), "dB": Unit(1, 2, "dB"), "nats": Unit(1, 4, "nats"), "FD": Unit(1, 0, "FD")}
 
 
 class Claim(Config):
@@ -76,7 +77,7 @@ class Claim(Config):
 
 
 class Found(NamedTuple):
-    """A claim held against what was measured; the interval is None with a single seed."""
+    """A claim held against what was measured; the interval is None with a single seed or with a broken one."""
 
     claim: Claim
     first: float  # means
@@ -88,9 +89,21 @@ class Found(NamedTuple):
         return mean(self.effects.values())
 
     @property
+    def broken(self) -> list[int]:
+        """Seeds whose effect is no finite number, as of a run that diverged."""
+        return [seed for seed, effect in self.effects.items() if not math.isfinite(effect)]
+
+    @property
+    def seeds(self) -> str:
+        """How many there are, and which of them are broken, in words."""
+        n = len(self.effects)
+        named = f", not finite: seed {', '.join(map(str, self.broken))}" if self.broken else ""
+        return f"{n} seed{'s' if n > 1 else ''}{named}"
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         n = len(self.effects)
-        if n < 2:
+        if n < 2 or self.broken:
             return None
         half = student(0.975, n - 1) * stdev(self.effects.values()) / math.sqrt(n)
         return self.effect - half, self.effect + half
@@ -107,8 +120,8 @@ class Found(NamedTuple):
         return "does not hold" if high <= above or below <= low else "undecided"
 
     def __str__(self) -> str:
-        unit, seeds = self.claim.unit, len(self.effects)
-        few = f" ({seeds} seed{'s' if seeds > 1 else ''})" if seeds < SEEDS else ""
+        unit = self.claim.unit
+        few = f" ({self.seeds})" if len(self.effects) < SEEDS or self.broken else ""
         return f"{told(self.effect, unit, sign=True)} {between(self.interval, unit)}: {self.verdict}{few}"
 
 

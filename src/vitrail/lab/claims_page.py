@@ -67,9 +67,9 @@ def _origins(every: Sequence[Kept]) -> str:
 
 
 def _row(one: Found) -> tuple[str, ...]:
-    claim, seeds = one.claim, len(one.effects)
+    claim = one.claim
     ours = f"{claim.first}: {level(one.first, claim.unit)}; {claim.second}: {level(one.second, claim.unit)}"
-    verdict = f"**{one.verdict}**, {seeds} seed{'s' if seeds > 1 else ''}"
+    verdict = f"**{one.verdict}**, {one.seeds}"
     effect = told(one.effect, claim.unit, sign=True)
     interval = between(one.interval, claim.unit)
     return claim.says, claim.published, claim.range, ours, effect, interval, verdict, command(claim)

@@ -1,6 +1,8 @@
 """What is recorded is what is read, whole or by windows, whoever records it and however often he is killed."""
 
 import collections
+import fnmatch
+import gzip
 import io
 import os
 import random
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from vitrail.data.episodes import Choices, Dials, Episode, Episodes, EpisodesCon
 from vitrail.data.episodes.film import HOW, decode_frames, encode_frames
 from vitrail.data.episodes.pack import About, take, to_sample
 from vitrail.data.episodes.read import MANIFEST
-from vitrail.data.episodes.record import play
+from vitrail.data.episodes.record import Recording, play
 from vitrail.data.episodes.remote import open_simulator
 from vitrail.data.shards import write_shards
 from vitrail.data.shards.kinds import kind_of
@@ -58,7 +61,7 @@ def made(tmp_path_factory) -> Path:
 @st.composite
 def episodes(draw) -> Episode:
     chance = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    T, H, W = draw(st.integers(1, 40)), draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    T, H, W = draw(st.integers(1, 40)), draw(st.integers(1, 24)), draw(st.integers(8, 24))
     still = draw(st.booleans())  # noise, or frames that hardly change, which are stored in another way
     frames = chance.integers(0, 256, (1 if still else T, H, W, 3), np.uint8).repeat(T if still else 1, 0)
     frames[:, 0, 0, 0] += np.arange(T, dtype=np.uint8)
@@ -81,7 +84,10 @@ def episodes(draw) -> Episode:
 def test_a_window_of_what_is_stored_is_a_slice_of_what_was_given(episode, chunk, data):
     dials = Dials(names=("a", "b"), low=(0, 0), high=(1, 1))
     actions = dials if episode.actions.ndim == 2 else Choices(names=("n", "e", "s", "w"))
-    manifest = POCKET.manifest().with_(actions=actions, tracks=tuple(episode.tracks), chunk=chunk)
+    side, names = max(episode.frames.shape[1:3]), ("x", "y", "z")
+    manifest = POCKET.manifest().with_(
+        actions=actions, tracks=tuple(episode.tracks), chunk=chunk, side=side, state=names
+    )
     sample = to_sample(episode, manifest, 7)
     about = About(**sample.pop("json"))
     assert (about.number, about.length, about.ended, about.text) == (7, len(episode), episode.ended, episode.text)
@@ -103,7 +109,7 @@ def test_small_videos_are_nearly_what_was_given_and_smaller():
     frames = np.stack([np.stack([at[:, None] + at[None] / 4 + t] * 3, 2) for t in range(20)]).astype(np.uint8)
     small, exact = (encode_frames(frames, 10, HOW[how]) for how in ("small", "lossless"))
     assert len(small) < len(exact)
-    assert np.abs(decode_frames(small, 3, 17).astype(int) - frames[3:17]).mean() < 3
+    assert np.abs(decode_frames(small, 3, 17, 48).astype(int) - frames[3:17]).mean() < 3
 
 
 @pytest.mark.parametrize(
@@ -206,6 +212,10 @@ def test_what_cannot_be_recorded(tmp_path):
         record(RecordConfig(world="pocket", policy="expert"), tmp_path, episodes=1)
     with pytest.raises(ConfigError, match="0 episodes by 1 workers"):
         record(POCKET, tmp_path, episodes=0)
+    with pytest.raises(ConfigError, match="actions that last 0 steps"):
+        record(POCKET.with_(repeat=0), tmp_path, episodes=1)
+    with pytest.raises(ConfigError, match=r"0\.005 actions a second"):
+        record(POCKET.with_(repeat=1000), tmp_path, episodes=1)
     with pytest.raises(ConfigError, match="99 pixels"):
         record(RecordConfig(world="coinrun", side=99), tmp_path / "coin", episodes=1, quiet=True)
 
@@ -229,22 +239,64 @@ def test_an_action_lasts_as_long_as_it_is_repeated():
     assert episode.ended and POCKET.with_(repeat=5).manifest().rate == 1
 
 
+class Blind:
+    """Ends without a last picture."""
+
+    def __init__(self, last: int):
+        self.last = last
+
+    def reset(self, seed):
+        self.n = 0
+        return self.seen()
+
+    def step(self, action):
+        self.n += 1
+        return ({}, 10.0, True) if self.n == self.last else (self.seen(), 1.0, False)
+
+    def seen(self):
+        picture = np.full((16, 16, 3), self.n, np.uint8)
+        return {"frame": picture, "labels": picture[..., 0], "state": np.zeros(2, np.float32)}
+
+
 def test_an_end_that_is_not_shown():
-    class Blind:
-        def reset(self, seed):
-            self.n = 0
-            return self.seen()
+    episode = play(Blind(4), POCKET.manifest(), 0)
+    assert len(episode) == 4 and episode.rewards.tolist() == [1, 1, 11] and episode.ended and not episode.unseen
 
-        def step(self, action):
-            self.n += 1
-            return ({}, 10.0, True) if self.n == 4 else (self.seen(), 1.0, False)
 
-        def seen(self):
-            picture = np.full((8, 8, 3), self.n, np.uint8)
-            return {"frame": picture, "labels": picture[..., 0], "state": np.zeros(2, np.float32)}
+def test_the_reward_of_an_end_behind_the_first_frame_is_kept(tmp_path):
+    manifest = POCKET.manifest()
+    samples = [to_sample(play(Blind(last), manifest, n), manifest, n) for n, last in enumerate((1, 4))]
+    write_shards(samples, tmp_path, name="pocket", quiet=True)
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    episodes = Episodes(tmp_path)
+    assert [about.reward for about in episodes.about] == [10, 13]
+    assert [(len(episode), episode.ended, episode.unseen) for episode in episodes] == [(1, True, 10), (4, True, 0)]
 
-    episode = play(Blind(), POCKET.manifest(), 0)
-    assert len(episode) == 4 and episode.rewards.tolist() == [1, 1, 11] and episode.ended
+
+class Stuck(Blind):
+    """Answers only when it is killed."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.begun, self.killed = threading.Event(), threading.Event()
+
+    def step(self, action):
+        self.begun.set()
+        assert self.killed.wait(60)
+        raise DataError("killed")
+
+    def kill(self):
+        self.killed.set()
+
+
+def test_an_interrupted_recording_does_not_wait_for_a_simulator_that_is_stuck(monkeypatch):
+    simulator = Stuck()
+    monkeypatch.setattr(sys.modules[Recording.__module__], "open_simulator", lambda world, side: simulator)
+    with pytest.raises(KeyboardInterrupt), Recording(POCKET.manifest(), 4, 1) as samples:
+        future = samples.pool.submit(samples._make, 0)
+        assert simulator.begun.wait(60)
+        raise KeyboardInterrupt
+    assert simulator.killed.is_set() and future.done()
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -379,6 +431,120 @@ def test_actions_that_were_lost_are_missed(tmp_path):
         Episodes(tmp_path)[0]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"world": "../made/pocket"},
+        {"world": "/etc/pocket"},
+        {"world": "po*"},
+        {"world": "po\0cket"},
+        {"world": ""},
+        {"drawn": True},
+        {"drawn": True, "world": "nowhere"},
+        {"drawn": True, "world": "pusht"},
+        {"tracks": ["state", "smell"]},
+        {"rate": 0.0},
+        {"rate": -1.0},
+        {"rate": 1e-300},
+        {"rate": 1e300},
+        {"side": 1 << 40},
+        {"chunk": 1 << 40},
+        {"steps": 1 << 70},
+        {"steps": 3},  # fewer than the episodes have
+        {"side": 32},
+        {"state": ["column"]},
+        {"actions": {"kind": "choices", "names": ["left"]}},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_does_not_fit_is_refused(made, tmp_path, change):
+    for name, data in files(made).items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(POCKET.manifest().plain() | change))
+    with pytest.raises(DataError, match=str(tmp_path)):
+        Episodes(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"world":"\xff"}', b"[]", b"[" * 100_000, b""], ids=["utf-8", "list", "deep", "none"]
+)
+def test_a_manifest_that_is_none_is_named(tmp_path, text):
+    (tmp_path / MANIFEST).write_bytes(text)
+    with pytest.raises(DataError, match=f"{MANIFEST} cannot be read"):
+        Episodes(tmp_path)
+
+
+def npy(array: np.ndarray, pickled: bool = False) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=pickled)
+    return file.getvalue()
+
+
+def film(frames: int, height: int, width: int) -> bytes:
+    return encode_frames(np.zeros((frames, height, width, 3), np.uint8), 5, HOW["lossless"])
+
+
+def npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(3))
+    return file.getvalue()
+
+
+SPAN = 11  # frames of the episode below, in chunks of 8
+ABOUT = {"number": 0, "length": SPAN, "ended": False, "reward": 0.0, "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("member", "data", "says"),
+    [
+        ("json", msgspec.json.encode(ABOUT | {"length": 0}), "0 frames of at most"),
+        ("json", msgspec.json.encode(ABOUT | {"length": -5}), "-5 frames of at most"),
+        ("json", msgspec.json.encode(ABOUT | {"length": 1 << 63}), "9223372036854775808 frames of at most"),
+        ("json", msgspec.json.encode(ABOUT | {"text": "?"}).replace(b"?", b"\xff"), "utf-8"),
+        ("actions.npy", npz(), "magic"),
+        ("actions.npy", gzip.compress(npy(np.zeros(SPAN - 1, np.int64))), "magic"),
+        ("actions.npy", npy(np.array([None] * (SPAN - 1)), True), "allow_pickle=False"),
+        ("rewards.npy", npy(np.zeros((SPAN - 1, 3), np.float32)), "rewards are float32"),
+        ("rewards.npy", npy(np.zeros(SPAN - 1)), "rewards are float64"),
+        ("state.npy", npy(np.array(["x"] * SPAN)), "state is <U1"),
+        ("state.npy", npy(np.array(3.0)), "single number"),
+        ("state.npy", npy(np.zeros((SPAN, 3), np.float32)), "state has 3 numbers where 2 are named"),
+        ("labels.0000.npy.gz", npz(), "gzip"),
+        ("labels.0000.npy.gz", gzip.compress(npy(np.array(3))), "single number"),
+        ("labels.0000.npy.gz", gzip.compress(npy(np.zeros((8, 3), np.uint8))), "labels is uint8"),
+        ("labels.0000.npy.gz", gzip.compress(npy(np.zeros((8, 8, 8), np.uint8))), "labels has 8 × 8 pixels"),
+        ("labels.0000.npy.gz", gzip.compress(npy(np.zeros((8, 16, 8), np.uint8))), "different kinds"),
+        ("labels.0000.npy.gz", gzip.compress(npy(np.zeros((8, 16, 16), np.uint16))), "different kinds"),
+        ("labels.0000.npy.gz", gzip.compress(bytes(1 << 20)), "more than 24,576 bytes"),
+        ("frames.0000.mkv", film(8, 8, 8), "8 × 8 pixels where a side has 16"),
+        ("frames.0001.mkv", film(8, 32, 16), "32 × 16 pixels where a side has 16"),
+        ("frames.0001.mkv", film(8, 16, 8), "different kinds"),
+        ("frames.*.mkv", film(8, 16, 8), "frames and labels have different sizes"),
+    ],
+)
+def test_a_member_of_another_kind_is_named(tmp_path, member, data, says):
+    manifest = POCKET.manifest().with_(chunk=8)
+    episode = Episode(
+        frames=np.zeros((SPAN, 16, 16, 3), np.uint8),
+        actions=np.zeros(SPAN - 1, np.int64),
+        rewards=np.zeros(SPAN - 1, np.float32),
+        ended=False,
+        tracks={"state": np.zeros((SPAN, 2), np.float32), "labels": np.zeros((SPAN, 16, 16), np.uint8)},
+    )
+    sample = to_sample(episode, manifest, 0)
+    with tarfile.open(tmp_path / "pocket-000000.tar", "w") as tar:
+        for ending in [ending for ending in sample if ending != "__key__"]:
+            sound = sample[ending] if isinstance(sample[ending], bytes) else kind_of(ending).encode(sample[ending])
+            held = data if fnmatch.fnmatch(ending, member) else sound
+            info = tarfile.TarInfo(f"{sample['__key__']}.{ending}")
+            info.size = len(held)
+            tar.addfile(info, io.BytesIO(held))
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(DataError, match=says) as error:
+        Episodes(tmp_path)[0]
+    assert "pocket-000000.tar: episode 0 cannot be read" in error.value.problem
+
+
 def test_a_folder_of_something_else(tmp_path):
     with pytest.raises(DataError, match=f"holds no {MANIFEST}"):
         Episodes(tmp_path)
@@ -387,7 +553,7 @@ def test_a_folder_of_something_else(tmp_path):
         Episodes(tmp_path)
     later = POCKET.manifest().plain() | {"version": 2}
     (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(later))
-    with pytest.raises(DataError, match="version 2"):
+    with pytest.raises(DataError, match=f"{MANIFEST} cannot be read: these episodes are of version 2"):
         Episodes(tmp_path)
 
 

@@ -48,6 +48,16 @@ def test_a_simulator_whose_package_is_missing_is_quoted(tmp_path):
     simulator.close()
 
 
+def test_a_simulator_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    (tmp_path / "world.py").write_text("import time\ntime.sleep(600)")
+    simulator = Remote("slow", Path(sys.executable), tmp_path / "world.py", 16)
+    with pytest.raises(DataError, match=r"simulator of slow has not answered for 0.2 seconds"):
+        simulator.reset(0)
+    simulator.close()
+    assert simulator.process.returncode
+
+
 def test_what_a_simulator_prints_does_no_harm(tmp_path):
     source = (HERE / "worlds" / "pocket.py").read_text()
     (tmp_path / "loud.py").write_text(source + "\nprint('hello from a library', flush=True)\n")

@@ -43,10 +43,34 @@ ASKED = "What sits beside the tree?"
         ("choice", Pair(ASKED, "B", FOUR[:3]), "not four options A to D"),
         ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", "A dog"))), "not four options A to D"),
         ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", ""))), "not four options A to D"),
+        ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", "A dog."))), "not four options A to D"),
+        ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", "Both A and B"))), "an option about other options"),
+        ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", "none of A, B, C"))), "an option about other options"),
+        ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", "All of the above"))), "an option about other options"),
+        ("choice", Pair(ASKED, "B", (*FOUR[:3], ("D", "a bird above the tree"))), None),
+        ("conversation", Pair(ASKED, "A dog.<|im_end|> <|im_start|>user Hi"), "marks of a chat or a prompt"),
+        ("conversation", Pair(ASKED, "A dog.</s>"), "marks of a chat or a prompt"),
+        ("conversation", Pair(ASKED, "A dog [/INST]"), "marks of a chat or a prompt"),
+        ("conversation", Pair(ASKED, "A dog. USER: what? ASSISTANT: cat"), "marks of a chat or a prompt"),
+        ("conversation", Pair("Is it red? Answer: no. Is it?", "Yes."), "marks of a chat or a prompt"),
+        ("conversation", Pair(ASKED, "3 dogs, so 2 < 3 and 5 > 4."), None),
+        ("conversation", Pair(ASKED, "???"), "an answer without words"),
+        ("conversation", Pair(ASKED, "A dog. I hope this helps!"), "chatter"),
+        ("conversation", Pair(ASKED, "I cannot see the picture."), "chatter"),
     ],
 )
 def test_reasons(kind, pair, reason):
     assert refuse(kind, pair, ["brown dog"]) == reason
+
+
+def test_names_that_are_empty_name_nothing():
+    assert refuse("detail", Pair("Describe it.", " ".join("abcdefghijklmnopqrstuvw")), ["", " "]) is None
+
+
+def test_a_letter_means_its_own_option_and_not_one_that_is_called_so():
+    grades = Pair(ASKED, "C", tuple(zip("ABCD", "CDAB", strict=True)))
+    settled = settle("choice", grades, "x")
+    assert dict(settled.options)[settled.answer] == "A"
 
 
 @settings(max_examples=40, deadline=None)

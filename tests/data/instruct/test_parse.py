@@ -60,3 +60,9 @@ def test_what_is_missing_is_empty():
         Pair("", "3"),
     ]
     assert parse("There was a dog.") == parse("") == []
+
+
+def test_an_answer_ends_at_a_blank_line_unless_it_may_have_paragraphs():
+    text = "Question: One?\nAnswer:\n\n1\nor so\n\nI hope this helps!\nQuestion: Two?\nAnswer: 2"
+    assert parse(text) == [Pair("One?", "1 or so"), Pair("Two?", "2")]
+    assert parse(text, paragraphs=True) == [Pair("One?", "1 or so I hope this helps!"), Pair("Two?", "2")]

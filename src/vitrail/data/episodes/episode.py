@@ -3,6 +3,7 @@
 T frames, H, W pixels, S numbers of a state, A numbers of an action
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -111,6 +112,7 @@ class Episode:
     ended: bool  # by itself, not because recording stopped
     text: str = ""
     tracks: dict[str, np.ndarray] = field(default_factory=dict)  # by a name of `TRACKS`, (T, …)
+    unseen: float = 0.0  # the reward of an action that ended it before a second frame was shown
 
     def __post_init__(self) -> None:
         T = len(self.frames)
@@ -144,13 +146,18 @@ def check_track(name: str, track: np.ndarray, frames: tuple[int, ...]) -> None:
     kind = TRACKS[name]
     sizes = {"H": frames[1], "W": frames[2], "3": 3, "4": 4}
     wanted = [sizes.get(axis) for axis in kind.axes]
-    fits = len(track) == frames[0] and track.ndim == 1 + len(wanted)
+    fits = track.ndim == 1 + len(wanted) and len(track) == frames[0]
     fits = fits and all(want in (None, size) for want, size in zip(wanted, track.shape[1:], strict=True))
     if not fits or str(track.dtype) not in kind.dtypes:
         raise DataError(
             f"{name} is {track.dtype} {track.shape} beside frames {frames}",
             f"give (T, {', '.join(kind.axes)}) in {' or '.join(kind.dtypes)}",
         )
+
+
+# What a manifest may ask for. A film cannot be slower, and memory is taken by the others.
+MOST_STEPS, MOST_PIXELS, MOST_FRAMES = 10**9, 4096, 1024
+SLOWEST, FASTEST = 0.01, 1000.0  # actions a second
 
 
 class Manifest(Config):
@@ -182,3 +189,15 @@ class Manifest(Config):
                 f"episodes of seed {self.seed}, {self.steps} steps, {self.repeat} repeats, {self.side} pixels",
                 "give a seed from 0 on, at least one step and repeat, and 8 pixels",
             )
+        if max(self.steps, self.repeat) > MOST_STEPS or self.side > MOST_PIXELS or self.chunk > MOST_FRAMES:
+            raise ConfigError(
+                f"episodes of {self.steps} steps, {self.repeat} repeats, {self.side} pixels, {self.chunk} in a chunk",
+                f"give at most {MOST_STEPS}, {MOST_STEPS}, {MOST_PIXELS} and {MOST_FRAMES}",
+            )
+        if not SLOWEST <= self.rate <= FASTEST:
+            raise ConfigError(f"{self.rate:g} actions a second", f"give {SLOWEST:g} … {FASTEST:g}")
+        if not re.fullmatch(r"[\w-][\w.-]*", self.world):  # it is part of the names of files
+            raise ConfigError(f"a world called {self.world!r}", "give letters, digits, '-', '_' and '.'")
+        for name in self.tracks:
+            if name not in TRACKS:
+                raise ConfigError(f"there is no track {name!r}", f"known: {', '.join(TRACKS)}")

@@ -14,6 +14,7 @@ from vitrail.data.episodes.episode import Video
 from vitrail.errors import DataError
 
 GOP = 16  # frames from one that needs no other to the next
+HEAD = 1 << 14  # bytes that the head of an .npy file stays below
 
 
 class _How(NamedTuple):
@@ -47,8 +48,9 @@ def encode_frames(frames: np.ndarray, rate: float, how: _How, form: str = "matro
     return file.getvalue()
 
 
-def decode_frames(data: bytes, start: int, stop: int) -> np.ndarray:
-    """Frames start … stop of what `encode_frames` wrote. Only packets from the key before them on are decoded."""
+def decode_frames(data: bytes, start: int, stop: int, side: int) -> np.ndarray:
+    """Frames start … stop of what `encode_frames` wrote, whose longer side has `side` pixels. Only packets from the key
+    before them on are decoded."""
     av = need_av()
     found: list[np.ndarray] = []
     try:
@@ -58,6 +60,8 @@ def decode_frames(data: bytes, start: int, stop: int) -> np.ndarray:
             packets = [packet for packet in container.demux(stream) if packet.size]
             key = max((i for i, packet in enumerate(packets[: start + 1]) if packet.is_keyframe), default=0)
             for number, frame in enumerate(_decoded(stream, packets[key:stop]), key):
+                if max(frame.height, frame.width) != side:
+                    raise DataError(f"a video has {frame.height} × {frame.width} pixels where a side has {side}")
                 if number >= start:
                     found.append(frame.to_ndarray(format="rgb24"))
         if len(found) == stop - start:
@@ -79,11 +83,18 @@ def encode_array(array: np.ndarray) -> bytes:
     return gzip.compress(file.getvalue(), 6, mtime=0)
 
 
-def decode_array(data: bytes) -> np.ndarray:
-    """An array from .npy, or .npy.gz"""
+def decode_array(data: bytes, limit: int | None = None) -> np.ndarray:
+    """An array from .npy; or with a limit, from .npy.gz, of which no more bytes than that are unpacked."""
     try:
-        plain = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        return np.load(io.BytesIO(plain), allow_pickle=False)
+        if limit is not None:
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                data = file.read(HEAD + limit + 1)
+            if len(data) > HEAD + limit:
+                raise ValueError(f"it unpacks to more than {limit:,} bytes")
+        array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        if not array.ndim:
+            raise ValueError("it is a single number")
+        return array
     except Exception as error:  # whatever numpy's reader says of a damaged header
         raise DataError(f"an array is broken: {' '.join(str(error).split())[:200]}") from error
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from vitrail.data.episodes.episode import Episode, Manifest
-from vitrail.data.episodes.pack import About, take
+from vitrail.data.episodes.pack import About, in_chunks, take
 from vitrail.data.episodes.worlds import WORLDS
 from vitrail.data.shards.index import Index, index_of
 from vitrail.errors import ConfigError, DataError, VitrailError
@@ -26,11 +26,17 @@ def are_episodes(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        return Manifest.read(msgspec.json.decode(path.read_bytes()))
+        manifest = Manifest.read(msgspec.json.decode(path.read_bytes()))
     except FileNotFoundError:
         raise DataError(f"{folder} holds no {MANIFEST}", "record some: vitrail data make pocket -o FOLDER") from None
-    except (OSError, msgspec.DecodeError, ConfigError) as error:
+    except VitrailError as error:
+        raise DataError(f"{path} cannot be read: {error.problem}", error.remedy) from error
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}", "is it a folder of episodes?") from error
+    world = WORLDS.get(manifest.world)
+    if manifest.drawn and (world is None or world.draw is None or world.state != manifest.state):
+        raise DataError(f"{path}: nothing draws {manifest.world} from such a state", "its frames must be stored")
+    return manifest
 
 
 class Episodes:
@@ -54,10 +60,12 @@ class Episodes:
             number = len(self.about)
             try:
                 about = msgspec.json.decode(self._member(number, "json"), type=About)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise self._broken(number, error) from error
             if about.number != number:
                 raise DataError(f"{self.paths[shard]} holds episode {about.number}, where {number} is missing", AGAIN)
+            if not 1 <= about.length <= self.manifest.steps + 1:
+                raise self._broken(number, f"{about.length} frames of at most {self.manifest.steps} steps")
             self.about.append(about)
 
     def __len__(self) -> int:
@@ -68,7 +76,8 @@ class Episodes:
         names = ("frames", "actions", "rewards", *self.manifest.tracks)
         found = self.window(number, 0, about.length, names)
         tracks = {name: found[name] for name in self.manifest.tracks}
-        return Episode(found["frames"], found["actions"], found["rewards"], about.ended, about.text, tracks)
+        unseen = about.reward if about.length == 1 else 0.0
+        return Episode(found["frames"], found["actions"], found["rewards"], about.ended, about.text, tracks, unseen)
 
     def __iter__(self) -> Iterator[Episode]:
         return (self[i] for i in range(len(self)))
@@ -89,7 +98,11 @@ class Episodes:
             raise ConfigError(
                 f"frames {start} … {start + length} of episode {number}", f"it has {about.length}, counted from 0"
             )
-        return {name: self._take(name, number, start, start + length) for name in fields}
+        found = {name: self._take(name, number, start, start + length) for name in fields}
+        pictures = [name for name in found if name == "frames" or (name in self.manifest.tracks and in_chunks(name))]
+        if len({found[name].shape[1:3] for name in pictures}) > 1:
+            raise self._broken(number, f"{' and '.join(pictures)} have different sizes")
+        return found
 
     def check(self, fields: Sequence[str]) -> None:
         known = ("frames", "actions", "rewards", *self.manifest.tracks)
@@ -108,8 +121,6 @@ class Episodes:
                 start,
                 stop,
             )
-            if name == "actions":
-                manifest.actions.check(found)
         except ConfigError:
             raise
         except VitrailError as error:

@@ -44,6 +44,8 @@ class RecordConfig(Config):
         side = world.side if self.side is None else self.side
         if side != world.side and not world.any_side:
             raise ConfigError(f"{self.world} with a side of {side} pixels", f"its pictures have {world.side}")
+        if self.repeat < 1:
+            raise ConfigError(f"actions that last {self.repeat} steps", "repeat them at least once")
         return Manifest(
             world=self.world,
             seed=self.seed,
@@ -116,8 +118,12 @@ class Recording:
     def __enter__(self) -> "Recording":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.pool.shutdown(cancel_futures=True)
+    def __exit__(self, error: object, *_: object) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        if error is not None:  # a thread may wait for a simulator that never answers
+            for simulator in self.opened:
+                getattr(simulator, "kill", lambda: None)()
+        self.pool.shutdown()
         for simulator in self.opened:
             getattr(simulator, "close", lambda: None)()
 
@@ -148,7 +154,7 @@ def play(simulator: Simulator, manifest: Manifest, number: int) -> Episode:
     chance = np.random.default_rng((manifest.seed, number))
     start = int(chance.integers(1 << 31))
     policy = world.policies[manifest.policy](chance)
-    seen, actions, rewards, ended = [simulator.reset(start)], [], [], False
+    seen, actions, rewards, ended, unseen = [simulator.reset(start)], [], [], False, 0.0
     while not ended and len(actions) < manifest.steps:
         action = policy.act(seen[-1])
         now, reward, ended = _lasting(simulator, action, manifest)
@@ -158,6 +164,8 @@ def play(simulator: Simulator, manifest: Manifest, number: int) -> Episode:
             rewards.append(reward)
         elif rewards:  # the end was not shown: what it brought belongs to the last step that was
             rewards[-1] += reward
+        else:
+            unseen = reward
     shape = (len(actions), *manifest.actions.blank(0).shape[1:])
     frames = np.zeros((len(seen), 0, 0, 3), np.uint8) if manifest.drawn else np.stack([s["frame"] for s in seen])
     return Episode(
@@ -167,6 +175,7 @@ def play(simulator: Simulator, manifest: Manifest, number: int) -> Episode:
         ended=ended,
         text=world.text,
         tracks={name: np.stack([s[name] for s in seen]) for name in manifest.tracks},
+        unseen=unseen,
     )
 
 

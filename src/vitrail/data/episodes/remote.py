@@ -7,12 +7,15 @@ import contextlib
 import hashlib
 import importlib
 import importlib.metadata
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import venv
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +28,7 @@ from vitrail.data.sources.fetch import home, to_stderr
 from vitrail.errors import DataError
 
 HERE = Path(__file__).resolve().parent
+PATIENCE = 60.0  # seconds that a simulator may take for an answer
 PYTHON = Path("Scripts/python.exe") if os.name == "nt" else Path("bin/python")
 
 
@@ -52,7 +56,8 @@ class Remote:
     """A simulator in a process of its own."""
 
     def __init__(self, name: str, python: Path, file: Path, side: int, options: tuple[str, ...] = ()):
-        self.name, self.place = name, tempfile.TemporaryDirectory()  # some leave files where they are
+        self.name, self.due, self.late = name, math.inf, False  # when an answer is due, and whether one was late
+        self.place = tempfile.TemporaryDirectory()  # some leave files where they are
         self.log = (Path(self.place.name) / "log").open("w+b")
         # A display is never there, and threads would be as many as there are cores for every worker.
         quiet = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "OMP_NUM_THREADS": "1"}
@@ -65,7 +70,9 @@ class Remote:
             stderr=self.log,
             cwd=self.place.name,
             env={**os.environ, **quiet},
+            start_new_session=True,  # so that it can be ended with whatever it has started
         )
+        threading.Thread(target=self._watch, daemon=True).start()  # one for all answers: a timer for each costs more
 
     def reset(self, seed: int) -> dict[str, np.ndarray]:
         return self._ask({"seed": seed}, {})[0]
@@ -76,11 +83,19 @@ class Remote:
     def _ask(self, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float, bool]:
         pipes = self.process.stdin, self.process.stdout
         assert pipes[0] is not None and pipes[1] is not None
+        self.due = time.monotonic() + PATIENCE
         try:
             player.send(pipes[0], about, arrays)  # pyrefly: ignore
             answer = player.receive(pipes[1])  # pyrefly: ignore
         except (BrokenPipeError, ValueError):
             answer = None
+        finally:
+            self.due = math.inf
+        if self.late:
+            raise DataError(
+                f"the simulator of {self.name} has not answered for {PATIENCE:g} seconds",
+                "give the command again: it goes on where it stopped",
+            )
         if answer is None:
             raise DataError(f"the simulator of {self.name} has stopped: {self._last_words()}", "see what it says")
         return answer[1], answer[0]["reward"], answer[0]["ended"]
@@ -90,6 +105,19 @@ class Remote:
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it left with {self.process.returncode}, without a word"
+
+    def _watch(self) -> None:
+        while self.process.poll() is None:
+            time.sleep(min(1.0, PATIENCE))
+            if time.monotonic() > self.due:
+                self.late = True
+                self.kill()
+
+    def kill(self) -> None:
+        """At once, even where it hangs."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL) if os.name == "posix" else self.process.kill()
 
     def close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
@@ -104,7 +132,7 @@ class Remote:
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.kill()
             self.process.wait()
 
 

@@ -14,7 +14,14 @@ _SOURCE = re.compile(
     r"\bcaptions?\b|\bbounding\b|\bcoordinates?\b|\bannotations?\b|\b(?:the|this) description\b|(?<!\d)[01]\.\d\d",
     re.IGNORECASE,
 )
-_MARKS = re.compile(r"<\s*(?:image|video)\s*>|\.\.\.\s*$", re.IGNORECASE)
+_OPEN = re.compile(r"<\s*(?:image|video)\s*>|\.\.\.\s*$", re.IGNORECASE)
+_MARKS = re.compile(
+    r"<\|?/?\w[^<>]*>|\[/?(?i:img|inst)\]|\b(?:USER|ASSISTANT|User|Assistant|Human|Question|Answer|Options)\s*:"
+)
+_CHATTER = re.compile(
+    r"\bI hope (?:this|that|it) helps\b|\blet me know\b|\bI (?:cannot|can't) see the (?:picture|image)\b", re.IGNORECASE
+)
+_OTHERS = re.compile(r"(?i:\bthe above\b)|\b[A-D](?:,|,?\s+(?:and|or|nor|&))\s*[A-D]\b")  # an option about options
 _LETTER = re.compile(r"^\(?([A-D])\)?(?:[.):]\s*|\s+|$)(.*)$")
 
 
@@ -25,8 +32,14 @@ def refuse(kind: str, pair: Pair, names: Collection[str] = ()) -> str | None:
     texts = (pair.question, pair.answer, *(text for _, text in pair.options))
     if not pair.question or not pair.answer:
         return "a question without an answer" if pair.question else "an answer without a question"
-    if any(_MARKS.search(text) for text in texts):
+    if any(_OPEN.search(text) for text in texts):
         return "a place left open"
+    if any(_MARKS.search(text) for text in texts):
+        return "marks of a chat or a prompt"
+    if not any(letter.isalnum() for letter in pair.answer):
+        return "an answer without words"
+    if _CHATTER.search(pair.answer):
+        return "chatter"
     if not row.given and not pair.question.endswith("?"):
         return "no question"
     if any(echo in text.lower() for text in texts for echo in ECHOES):
@@ -46,6 +59,7 @@ def refuse(kind: str, pair: Pair, names: Collection[str] = ()) -> str | None:
         return "too short"
     if len(words) > row.words[1]:
         return "too long"
+    names = [name for name in names if name.strip()]
     if row.given and names and not any(_named(name, pair.answer) for name in names):
         return "names nothing on the picture"
     return "repeats itself" if _repeats(words) else None
@@ -57,9 +71,11 @@ def _named(name: str, text: str) -> bool:
 
 
 def _refuse_choice(pair: Pair) -> str | None:
-    texts = [text.lower() for _, text in pair.options]
+    texts = [_bare(text) for _, text in pair.options]
     if "".join(letter for letter, _ in pair.options) != LETTERS or not all(texts) or len(set(texts)) < len(LETTERS):
         return "not four options A to D"
+    if any(_OTHERS.search(text) for _, text in pair.options):
+        return "an option about other options"
     return None if _letter(pair) else "an answer that is no option"
 
 
@@ -68,15 +84,23 @@ def _yes_or_no(answer: str) -> str:
     return word if word in ("yes", "no") else ""
 
 
+def _bare(text: str) -> str:
+    return text.strip(" .").lower()
+
+
 def _letter(pair: Pair) -> str:
-    """The letter that an answer means: a letter, one with its option's text behind it, or that text alone."""
-    known, answer = {text.lower(): letter for letter, text in pair.options}, pair.answer.strip(" .").lower()
+    """The letter that an answer means: a letter, one with its option's text behind it, or that text alone. A letter
+    that is an option's text too means its own option."""
+    known, answer = {letter: _bare(text) for letter, text in pair.options}, pair.answer.strip(" .")
     if answer in known:
-        return known[answer]
-    if not (found := _LETTER.match(pair.answer.strip(" ."))):
+        return answer
+    for letter, text in known.items():
+        if text == _bare(answer):
+            return letter
+    if not (found := _LETTER.match(answer)):
         return ""
-    letter, rest = found[1], found[2].strip(" .").lower()
-    return letter if not rest or rest == dict(pair.options)[letter].lower().strip(" .") else ""
+    letter, rest = found[1], _bare(found[2])
+    return letter if not rest or rest == known[letter] else ""
 
 
 def _repeats(words: list[str]) -> bool:

@@ -50,7 +50,10 @@ def make(
     kind; `settings` are what else decides the answers, and a folder takes no others than those it was begun with."""
     for kind in kinds:
         kind_of(kind)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{out} cannot be a folder: {error.strerror}", "give another folder") from None
     _same_settings(out / "settings.json", {**(settings or {}), "seed": seed})
     answers, found = _answers(out / "answers.jsonl"), {kind: Yield() for kind in kinds}
     kept, refused = ((out / f"{name}.jsonl").with_suffix(".partial") for name in ("instruct", "refused"))
@@ -88,7 +91,7 @@ def _sift(
     elif given:
         pairs, reasons = [Pair(given, " ".join(text.split()))], []
     else:
-        pairs = parse(text)
+        pairs = parse(text, paragraphs=KINDS[kind].paragraphs)
         reasons = [] if pairs else ["no question and answer"]
     found.pairs += len(pairs)
     passed = []

@@ -24,7 +24,7 @@ class _Open:
         self.question: list[str] = []
         self.options: list[tuple[str, list[str]]] = []
         self.answer: list[str] = []
-        self.answered = False
+        self.answered = self.ended = False
         self.last = self.question
 
     def closed(self) -> Pair:
@@ -32,8 +32,9 @@ class _Open:
         return Pair(_text(self.question), _text(self.answer), options)
 
 
-def parse(text: str) -> list[Pair]:
-    """Pairs in their order. What comes before the first mark is a preface; lines without a mark go on with the last."""
+def parse(text: str, *, paragraphs: bool = False) -> list[Pair]:
+    """Pairs in their order. What comes before the first mark is a preface; lines without a mark go on with the last. An
+    answer ends at a blank line unless it may have `paragraphs`: what follows is what a model says around its pairs."""
     pairs: list[_Open] = []
     for line in text.splitlines():
         if mark := _MARK.match(line):
@@ -47,8 +48,9 @@ def parse(text: str) -> list[Pair]:
         elif pairs and not pairs[-1].answered and (option := _OPTION.match(line)):
             pairs[-1].last = [option[3]]
             pairs[-1].options.append((option[1] or option[2], pairs[-1].last))
-        elif pairs:
+        elif pairs and (paragraphs or not pairs[-1].ended):
             pairs[-1].last.append(line)
+            pairs[-1].ended = pairs[-1].answered and not line.strip() and bool(_text(pairs[-1].answer))
     return [pair.closed() for pair in pairs]
 
 

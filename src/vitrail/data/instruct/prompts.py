@@ -14,12 +14,13 @@ ECHOES = (KNOWN, SIDES)  # words of the prompt that a text repeats only where it
 class Kind(NamedTuple):
     """`task` is what to write. `words` are the least and the most words of an answer. `given` are questions of ours, of
     which one is put, so that the text is the answer alone. `form` is added to a question, so that its reader knows the
-    form of the answer."""
+    form of the answer. An answer of several `paragraphs` is not cut after the first."""
 
     task: str
     words: tuple[int, int]
     given: tuple[str, ...] = ()
     form: str = ""
+    paragraphs: bool = False
 
 
 _PAIR = "Write each as two lines:\nQuestion: ...\nAnswer: ..."
@@ -43,6 +44,7 @@ KINDS: dict[str, Kind] = {
         "Write one question about the picture that takes thought: why, what for, what may come next. Answer it step by "
         f"step. {_PAIR}",
         (8, 200),
+        paragraphs=True,
     ),
     "yesno": Kind(
         "Write four questions about the picture that are answered by yes or no alone, two by yes and two by no. "
@@ -66,19 +68,23 @@ def kind_of(name: str) -> Kind:
 
 
 def prompt(seen: Seen, kind: str) -> str:
-    """All that the text model is told."""
+    """All that the text model is told, a line for each thing: whoever wrote a caption adds no lines of their own."""
     lines = [f"Somebody shows you a picture. This is {KNOWN}."]
-    lines += [f"- {caption}" for caption in seen.captions]
+    lines += [f"- {_line(caption)}" for caption in seen.captions]
     if seen.things:
         lines.append(f"Its things, with left, top, right and bottom as {SIDES}:")
         largest = sorted(seen.things, key=lambda thing: -_area(thing.box))
-        lines += [f"- {name}: {', '.join(f'{x:.2f}' for x in box)}" for name, box in largest[:MOST]]
+        lines += [f"- {_line(name)}: {', '.join(f'{x:.2f}' for x in box)}" for name, box in largest[:MOST]]
         if len(largest) > MOST:
             lines.append(f"- and {len(largest) - MOST} smaller things")
     lines.append(
         "Speak as one who sees the picture: never of captions, boxes or coordinates, and only of what is sure."
     )
     return "\n".join([*lines, kind_of(kind).task, ""])
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _area(box: tuple[float, float, float, float]) -> float:

@@ -45,6 +45,8 @@ def _things(sample: Sample) -> tuple[Thing, ...]:
     h, w = sample.size or sample.image().size[::-1]
     found = []
     for one in sample.instances:
+        if not one.category.strip():
+            continue
         left, top, right, bottom = one.box
         name = f"a group of {one.category}" if one.crowd else one.category
         found.append(Thing(name, (left / w, top / h, right / w, bottom / h)))

@@ -127,9 +127,12 @@ def test_the_table_has_means_and_students_intervals(quick, tmp_path):
     assert (judged.test, judged.score, judged.mean) == ("learn", "judge/x/loss", 5.0)
     assert (first.variant, second.variant, first.score) == ("one", "Two!", "share, width 8")
     assert first.values == {1: 0.1, 2: 0.2, 6: 0.6} and first.mean == pytest.approx(0.3)
-    half = 4.303 * math.sqrt((0.04 + 0.01 + 0.09) / 2) / math.sqrt(3)
+    t = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # Student's quantile in closed form: two degrees of freedom
+    half = t * math.sqrt((0.04 + 0.01 + 0.09) / 2) / math.sqrt(3)
     assert first.interval == pytest.approx((0.3 - half, 0.3 + half))
     assert sweep.Row("v", "t", "s", {0: 1.0}).interval is None
+    many = sweep.Row("v", "t", "s", {seed: float(seed % 2) for seed in range(100)})
+    assert many.interval == pytest.approx((0.5 - 1.98422 * 0.0502519, 0.5 + 1.98422 * 0.0502519), abs=1e-6)
 
 
 def test_the_command_shows_and_keeps_the_table(quick, tmp_path, capsys, monkeypatch):

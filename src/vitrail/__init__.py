@@ -10,13 +10,13 @@ __version__ = "0.1.0"
 
 _ROOMS = (
     "nn", "processing", "objectives", "data", "encoders", "stream", "backbones", "models", "generate", "train", "tasks",
-    "show", "lab", "hub", "studio", "talker", "recipe",
+    "show", "lab", "hub", "play", "studio", "talker", "recipe",
 )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # a model that reads and draws, or one to talk to, ready to hand
-        return importlib.import_module("vitrail.studio").load
+    if name == "load":  # a model that reads and draws, one to talk to, or a world to play in, ready to hand
+        return importlib.import_module("vitrail.ready").load
     if name in _ROOMS:
         return importlib.import_module(f"vitrail.{name}")
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}; its rooms are {', '.join(_ROOMS)}")

@@ -25,10 +25,15 @@ from vitrail.models.vlm import VLMConfig
 from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
 from vitrail.show.looked import losses, overlay
+from vitrail.stream import pack
 from vitrail.talker import Talker, usable
 
 DESCRIBE = "Describe the picture briefly."
 MINI = "mini"  # the model that ships with the package
+MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language model that is fetched
+TRAIN_VLM = (
+    "vitrail train untested/qlip-scenes --out out/qlip-scenes && vitrail train untested/mini-vlm --out out/mini-vlm"
+)
 TRAIN = "vitrail train untested/mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
 
 
@@ -37,6 +42,8 @@ def load(
 ) -> Any:
     """What a folder holds, ready to hand: a `Studio` for a unified model, a `Talker` for a vision-language model, to
     which a chat template may be named."""
+    if name_or_path == MINI_VLM:
+        name_or_path = _shipped(MINI_VLM, TRAIN_VLM)
     if talks(name_or_path):
         return Talker.load(name_or_path, template=template, device=device)
     if template is not None:
@@ -62,7 +69,7 @@ class Studio:
     def load(cls, name_or_path: str | Path = MINI, *, device: str | torch.device | None = None) -> "Studio":
         """On a GPU, if there is one, in half precision."""
         if name_or_path == MINI:
-            name_or_path = _mini()
+            name_or_path = _shipped(MINI, TRAIN)
         where, dtype = usable(device)
         model = hub.load(name_or_path, dtype=dtype, device=where)
         if not isinstance(model, Unified):
@@ -199,16 +206,16 @@ class Studio:
         return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
 
 
-def _mini() -> Path:
-    """The model that ships, whatever other folder has its name here."""
-    if MINI in configs.shipped():
-        return configs.SHIPPED / MINI
-    if not (Path(MINI) / configs.OWN).is_file():
+def _shipped(name: str, train: str) -> Path:
+    """A model that ships, whatever other folder has its name here."""
+    if name in configs.shipped():
+        return configs.SHIPPED / name
+    if not (Path(name) / configs.OWN).is_file():
         raise CheckpointError(
-            "no weights of mini came with this copy of Vitrail",
-            f"train it ({TRAIN}) and give out/mini/final, or another folder of a unified model",
+            f"no weights of {name} came with this copy of Vitrail",
+            f"train it ({train}) and give out/{name}/final, or another folder of such a model",
         )
-    return Path(MINI)
+    return Path(name)
 
 
 def _pictures(pixels: Tensor) -> list[Image.Image]:
@@ -248,6 +255,17 @@ def change(whole: Studio, other: Studio, pictures: Sequence[Source], texts: Sequ
     (words, codes), (words2, codes2) = found
     other_ids = float((other.tokenize(list(pictures)) != ids).float().mean())
     return Change(_farthest(words, words2), _farthest(codes, codes2), other_ids)
+
+
+@torch.no_grad()
+def said_change(whole: Talker, other: Talker, pictures: Sequence[Source], questions: Sequence[str]) -> float:
+    """Between two copies of a vision-language model: the largest difference of the logits of the answer's first word,
+    in standard deviations of the first's."""
+    found = []
+    for talker in (whole, other):
+        prompts = [talker.prompt([talker.turn(*asked)]) for asked in zip(pictures, questions, strict=True)]
+        found.append([talker.model(pack([p.stream], len(p.stream)), p.pictures)[0, -1] for p in prompts])
+    return _farthest(*found)
 
 
 def _farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -7,25 +7,23 @@ n seeds
 """
 
 import json
-import math
 import re
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 from vitrail import recipe as recipes
 from vitrail.config import Config
 from vitrail.errors import ConfigError, nearest
+from vitrail.hub.configs import shipped
+from vitrail.hub.packages import PACKAGES
+from vitrail.lab.student import half_width
 
 Test = Callable[[Path, tuple[str, ...], Path], None]
 """Test a model in a folder by the words of a suite, and write the scores into a JSON file."""
-
-# Student's t at 95 %, for n − 1 = 1 … 15 degrees of freedom; beyond, that of 16, which errs to the wide side.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_MANY = 2.120
 
 
 class Variant(Config):
@@ -106,7 +104,8 @@ def check_starts(sweep: Sweep, out: Path) -> None:
     """Refuse a sweep of which a variant starts from a folder that is not there, before the first is trained."""
     for run in runs(sweep, out):
         for name, part in sweep.read_recipe(run.variant, run.seed).model.parts.items():
-            if part.start.count("/") != 1 and not Path(part.start).exists():  # no id of the hub
+            named = part.start in PACKAGES or part.start in shipped() or part.start.count("/") == 1  # an id of the hub
+            if not named and not Path(part.start).exists():
                 raise ConfigError(f"{run.name}: {name} starts from {part.start}, which is not there", "train it first")
 
 
@@ -168,10 +167,9 @@ class Row(NamedTuple):
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % of the mean over seeds, by Student's t; None of a single seed."""
-        n = len(self.values)
-        if n < 2:
+        if len(self.values) < 2:
             return None
-        half = (_STUDENT[n - 2] if n - 2 < len(_STUDENT) else _MANY) * stdev(self.values.values()) / math.sqrt(n)
+        half = half_width(list(self.values.values()))
         return self.mean - half, self.mean + half
 
     def plain(self) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def test_settings_reach_the_ledger(run, tmp_path):
     assert "stories15m was made for 256 tokens, not 500" in out
     assert "a100, batch 4" in out
     said = json.loads((tmp_path / "deep/l.json").read_text())
+    assert {"command", "date", "device", "torch"} <= said["origin"].keys()
     assert said["devices"]["a100"]["origin"].startswith("datasheet")
     expected = ledger("stories15m", context=500, batch=4, dtype="float32", devices=["a100"])
     assert said["ledgers"] == json.loads(json.dumps([expected.plain()]))

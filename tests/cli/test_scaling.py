@@ -7,17 +7,22 @@ import pytest
 from cyclopts import App
 from PIL import Image
 
+from data.scenes.conftest import drawn
 from helpers import randomize
+from lab.test_exact import config_of
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.data.scenes.sprites import Atlas
 from vitrail.encoders import ViT, ViTConfig
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.lab.branches import branches, hidden
 from vitrail.lab.divergence import gather
 from vitrail.lab.ledger import DEVICES
+from vitrail.lab.pictured import couples, pictured
 from vitrail.lab.plan import Budget, plan, pricer
 from vitrail.lab.scaling import Law, fit
 from vitrail.lab.scores import read_scores
+from vitrail.models.vlm import VLM
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.processing.text import Tokenizer
 
@@ -176,6 +181,27 @@ def test_a_column_without_a_law_is_named(run, tmp_path):
     for words in (["fit", "scores.csv"], ["plan", "scores.csv", "--system", "smollm2-135m", "--loss", 0.1]):
         with pytest.raises(DataError, match=r"count: score 0 \(n = 1\)"):
             run(*words)
+
+
+def test_divergence_of_pictures(run, tmp_path):
+    words = Tokenizer.train([TEXT], 300, specials=("<|endoftext|>", "<image>"))
+    model = randomize(VLM(config_of("scaling-base")), 3, 0.3)
+    hub.save(model, tmp_path / "vlm", words)
+    files = []
+    for place, picture in enumerate(np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)):
+        files.append(tmp_path / f"{place}.png")
+        Image.fromarray(picture).save(files[-1])
+    asked = ["--model", tmp_path / "vlm", "--prompt", "the red", "--device", "cpu"]
+    out = run("diverge", *files, *asked, "--json", "d.json", "--out", "d.svg")
+    pictures = [Image.open(file) for file in files]
+    want = gather(pictured(model.eval(), pictures, couples(3, 128), prefix=words.encode("the red")))
+    told = json.loads((tmp_path / "d.json").read_text())
+    assert told["columns"]["D"] == pytest.approx(want.distance.tolist(), rel=1e-4) and told["pairs"] == 3
+    assert "3 pairs of 16 tokens of pictures" in out and (tmp_path / "d.svg").is_file()
+
+    Atlas.build(drawn()).save(tmp_path / "atlas.safetensors")
+    out = run("diverge", *asked, "--pairs", 5, "--length", 9, "--atlas", tmp_path / "atlas.safetensors", "--sup")
+    assert "5 pairs of 9 tokens of pictures" in out and "Υ that bounds" in out
 
 
 def test_pictures_have_no_continuations(run, tmp_path):

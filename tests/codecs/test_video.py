@@ -15,6 +15,7 @@ from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig, SpaceTimeConfi
 
 BLOCK = BlockConfig(width=16, attention=AttentionConfig(heads=2, qk_norm="rms"), mlp=PlainConfig(hidden=24))
 TRANSFORMER = SpaceTimeConfig(layers=2, block=BLOCK, memory=3)
+FSQ = {"quantizer": FSQConfig(levels=(5, 5, 5))}
 QUANTIZERS = {"vq": VQConfig(codes=32, dim=4, start=0), "fsq": FSQConfig(levels=(5, 5, 5))}
 
 
@@ -102,7 +103,18 @@ def test_it_learns_what_moves():
         assert losses[-1] < 0.5 * losses[0]
 
 
+def test_frames_need_not_be_square():
+    shape = VideoCodecConfig(image=(8, 12), patch=4, encoder=TRANSFORMER, decoder=TRANSFORMER, **FSQ)
+    ours = VideoCodec(VideoCodecConfig.read(shape.plain()))
+    assert shape.grid == (2, 3) and ours.size == (8, 12) and ours.encoder.positions.grid == (2, 3)
+    assert ours.encode(torch.zeros(1, 2, 3, 8, 12)).ids.shape == (1, 2, 2, 3)
+    with pytest.raises(ConfigError, match="8 × 13 pixels"):
+        shape.with_(image=(8, 13))
+
+
 def test_what_cannot_be_is_refused():
+    with pytest.raises(ImageError, match="float32"):
+        codec().pixels(torch.rand(1, 1, 3, 8, 8))
     with pytest.raises(ConfigError, match="patches of 5"):
         VideoCodecConfig(image=8, patch=5, encoder=TRANSFORMER, decoder=TRANSFORMER, quantizer=QUANTIZERS["fsq"])
     with pytest.raises(ImageError, match=r"B, T, 3, H, W"):

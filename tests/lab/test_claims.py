@@ -145,8 +145,10 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     def sweep(name, *, out, jobs, show, device):
         asked.append((name, jobs, device))
         rows = [
-            {"variant": variant, "test": chosen.test, "score": chosen.score, "values": {"0": a, "1": a, "2": a + 0.01}}
-            for variant, a in ((chosen.first, 0.1), (chosen.second, 0.5))
+            {"variant": variant, "test": one.test, "score": one.score, "values": {"0": a, "1": a, "2": a + 0.01}}
+            for one in sorted(claims().values(), key=lambda one: one is chosen)
+            if one.sweep == name
+            for variant, a in ((one.first, 0.1), (one.second, 0.5))
         ]
         out.mkdir(parents=True)
         (out / "table.json").write_text(json.dumps(rows))
@@ -156,6 +158,13 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     assert asked == [("qlip-weights", 2, "cpu")]
     said = capsys.readouterr().out
     assert "−40.0 points [−40.0, −40.0]: holds" in said and "cannot decide" not in said
+    monkeypatch.chdir(tmp_path)
+    command.run("qlip-words-fall", out=tmp_path / "again", device="cpu", keep=True)
+    kept = read_kept(tmp_path / "results" / "qlip-weights.json")
+    assert kept.origin["command"].startswith("vitrail sweep qlip-weights --out") and "CPU" in kept.origin["device"]
+    assert kept.values == read_kept(tmp_path / "again" / "table.json").values
+    assert "−40.0 points" in (tmp_path / "docs" / "claims.md").read_text()
+    capsys.readouterr()
     chosen = claim("fsq-level-with-vq")
     command.run(chosen.name, out=tmp_path / "few")
     assert (

@@ -23,6 +23,7 @@ def test_every_system_has_its_figures(name):
         for n, reach in reached.items():
             assert reach.seconds >= found.flops[n] / DEVICES[device].flops * (1 - 1e-9)
             assert reach.hz == pytest.approx(max(1, found.frames) / reach.seconds)
+            assert sum(reach.passes.values()) == pytest.approx(reach.seconds)
             assert reach.needed >= found.weights / DEVICES[device].memory
     if found.grows:
         costs = [found.flops[n] for n in LENGTHS]

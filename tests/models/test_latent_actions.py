@@ -51,6 +51,25 @@ def test_a_frame_is_predicted_from_those_before_it_alone():
     assert relative(ours.predict(video[:, :-1], moved)[:, 2:], said[:, 2:]) > 1e-3
 
 
+def test_it_draws_what_changes():
+    ours, video = model(), torch.rand(2, 4, 3, 8, 8) * 2 - 1
+    with torch.no_grad():
+        for weight in ours.last.parameters():
+            weight.zero_()
+    assert torch.equal(ours(video)[0], video[:, :-1])  # nothing: a world that does not move
+
+
+def test_half_precision_finds_the_same_actions():
+    """A view changes little from frame to frame, and half precision keeps little of small differences."""
+    torch.manual_seed(0)
+    ours, (video, _) = LatentActions(worlds.latent_config(layers=2)), worlds.dots(64, 6)
+    ours.train()(video)  # k-means puts the codes where changes are
+    ours.eval()
+    exact = ours.infer(video).ids
+    again = ours.bfloat16().infer(video.bfloat16()).ids
+    assert exact.unique().numel() > 4 and (exact == again).float().mean() > 0.9
+
+
 def test_one_frame_has_no_action():
     with pytest.raises(DataError, match="no action"):
         model().infer(torch.zeros(1, 1, 3, 8, 8))

@@ -1,5 +1,7 @@
 """The ST-transformer: what sees what, any length, a cache that equals none, and what it costs."""
 
+import sys
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -7,7 +9,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import randomize, relative
 from vitrail.errors import ConfigError
-from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, SpaceTime, SpaceTimeConfig, Work, cost
+from vitrail.nn import (
+    AttentionConfig,
+    BlockConfig,
+    FrameRing,
+    GatedConfig,
+    Plan,
+    SpaceTime,
+    SpaceTimeConfig,
+    Work,
+    attend,
+    cost,
+)
+from vitrail.nn.attend import _single
 
 BLOCK = BlockConfig(width=12, attention=AttentionConfig(heads=2, qk_norm="rms"), mlp=GatedConfig(hidden=20), norm="rms")
 GRID = (2, 3)
@@ -77,6 +91,51 @@ def test_only_the_memory_is_held():
     assert all(kept.k.shape[:2] == (12, 2) for kept in cache.past)
     held = sum(t.numel() * 4 for kept in cache.past for t in kept)
     assert cost.bytes(ours, ours.work(1, 2, past=4)).cache == held
+
+
+@pytest.mark.parametrize("memory", [2, 4])
+def test_a_ring_goes_on_where_a_cache_is_full(memory):
+    """Frames that are drawn in several passes, far beyond the memory; and a ring that begins anew."""
+    ours, x = net(memory=memory, prefix=1), torch.randn(2, 14, 7, 12)
+    with torch.no_grad():
+        whole, ring = ours(x, GRID), None
+        for begun in (5, memory - 1):
+            cache = ours.cache()
+            ours(x[:, :begun], GRID, cache)
+            cache.keep()
+            if ring is None:
+                ring = FrameRing(cache)
+                places = [t.data_ptr() for t in (*ring.k, *ring.v, ring.seen)]
+            else:
+                assert ring.fits(cache)
+                ring.fill(cache)
+            for t in range(begun, 14):
+                ours(torch.randn(2, 1, 7, 12), GRID, ring)  # a draft
+                assert relative(ours(x[:, t : t + 1], GRID, ring), whole[:, t : t + 1]) < 1e-5
+                ring.keep()
+    assert ring.seen == 14 and places == [t.data_ptr() for t in (*ring.k, *ring.v, ring.seen)]
+    with pytest.raises(ConfigError, match="takes one"):
+        ours(x, GRID, ring)
+    with pytest.raises(ConfigError, match="fill the cache"):
+        FrameRing(ours.cache())
+    other = net(memory=memory).cache()
+    assert not ring.fits(other)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_one_query_on_few_keys_is_the_textbooks(groups):
+    """What a GPU takes for a frame on those before it."""
+    q, k, v = torch.randn(5, 1, 4, 8), torch.randn(5, 6, groups, 8), torch.randn(5, 6, groups, 8)
+    assert relative(_single(q, k, v), attend(q, k, v, Plan(), "plain")) < 1e-6
+
+
+@pytest.mark.parametrize("memory", [2, 20])
+def test_more_places_than_a_launch_has_rows(memory, monkeypatch):
+    """Of which a video has as many as it has places, times the videos."""
+    ours, x = net(memory=memory), torch.randn(3, 5, 6, 12)
+    whole = ours(x, GRID)
+    monkeypatch.setattr(sys.modules["vitrail.nn.attend"], "LAUNCH", 4)
+    assert relative(ours(x, GRID), whole) < 1e-6
 
 
 def test_time_has_no_first_frame():

@@ -130,7 +130,7 @@ def test_the_recipes_weights_fit_a_package():
         made = Genie(recipe.read("untested/genie-coinrun").model_config())
     size = cost.bytes(made, made.work(1)).weights // 4
     assert 13e6 < size < 16e6  # a byte a number
-    assert made.codec.size == (64, 64) and made.config.codec.side**2 == 64
+    assert made.codec.size == (64, 64) and made.config.codec.grid == (8, 8)
 
 
 LAYERED = ("codec.encoder", "codec.decoder", "latent.encoder", "latent.decoder", "dynamics.transformer")

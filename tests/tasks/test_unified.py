@@ -11,17 +11,19 @@ from models.test_unified import made
 from tasks.test_contrast import named
 from vitrail import hub, recipe
 from vitrail.codecs.codec import Codec
-from vitrail.data.scenes.source import ScenesConfig, SceneSource
+from vitrail.data.scenes.source import Asked, ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.talks import QUESTIONS, SceneTalks, talks
 from vitrail.data.text import TextConfig, TextWindows
 from vitrail.data.views import PLAIN, ViewsConfig, views
-from vitrail.data.words import ask_several
+from vitrail.data.words import ask, ask_several
 from vitrail.errors import ConfigError
 from vitrail.models.unified import Unified
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.told import IGNORED, TEXT
 from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
+from vitrail.train.distributed import Whole
+from vitrail.train.task import MadeTask
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def task(scenes, words, order="raster", text=None, **settings) -> UnifiedTask:
 def test_only_answers_are_learnt(scenes, words):
     made = task(scenes, words, questions=3, length=200)
     index = torch.arange(6)
-    pixels, ids, targets = made._talk("scenes", index)
+    pixels, ids, targets = made._talk("scenes", index).values()
     told = made.talks["scenes"]
     assert isinstance(told, SceneTalks)
     said = ask_several(told.words, scenes.scenes(index), scenes.config.seed, QUESTIONS, 3)
@@ -69,12 +71,12 @@ def test_only_answers_are_learnt(scenes, words):
 def test_a_talk_that_is_too_long_is_cut(scenes, words):
     whole, cut = (task(scenes, words, questions=4, length=length) for length in (300, 20))
     a, b = (made._talk("scenes", torch.arange(5)) for made in (whole, cut))
-    assert torch.equal(a[1][:, :20], b[1]) and torch.equal(a[2][:, :20], b[2])
+    assert torch.equal(a["ids"][:, :20], b["ids"]) and torch.equal(a["targets"][:, :20], b["targets"])
 
 
 def test_names_are_asked_for(scenes, words):
     made = task(scenes, words)
-    _, ids, targets = made._talk("named", torch.arange(4))
+    _, ids, targets = made._talk("named", torch.arange(4)).values()
     source = made.talks["named"].source
     for b in range(4):
         name = source.pieces.read(source.texts(torch.tensor([b]), vary=False))[0]
@@ -91,14 +93,14 @@ def test_the_losses_are_those_of_the_formula(scenes, words, order):
     losses = made(batch)
     assert made.counts(batch) == {"read": 3, "draw": 3}
     with torch.no_grad():
-        pixels, ids, targets = made._talk("scenes", index)
+        pixels, ids, targets = made._talk("scenes", index).values()
         seen, codes = model.look(pixels)
         logits = model.decoder.logits(model(model.shown(seen), model.words(ids)))[:, 10:].log_softmax(-1)
         each = [-logits[b, t, targets[b, t]] for b in range(3) for t in range(256) if targets[b, t] != IGNORED]
         torch.testing.assert_close(losses["read"], torch.stack(each).mean() * 3)
         torch.manual_seed(7)
-        pixels, ids, counts = made._wish("drawn", index)
-        hidden = made._hidden(codes) if order == "masked" else None
+        wish = made._wish("drawn", index)
+        ids, counts, hidden = wish["ids"], wish["counts"], wish.get("hidden")
         total = 0.0
         for b in range(3):
             one = None if hidden is None else hidden[b : b + 1]
@@ -111,12 +113,12 @@ def test_the_losses_are_those_of_the_formula(scenes, words, order):
 
 def test_wishes_say_what_is_there(scenes, words):
     made = task(scenes, words, drop=0.0)
-    _, ids, counts = made._wish("drawn", torch.arange(20))
+    _, ids, counts = made._wish("drawn", torch.arange(20)).values()
     told = made.talks["drawn"]
     torch.manual_seed(3)
     texts = told.pieces.read(told.wish(torch.arange(20)).rows[:, :-1])
     torch.manual_seed(3)
-    _, ids, counts = made._wish("drawn", torch.arange(20))
+    _, ids, counts = made._wish("drawn", torch.arange(20)).values()
     for b in range(20):
         assert ids[b, : counts[b]].tolist() == [*words.encode(texts[b]), words.eos]
     assert len(set(texts)) > 10
@@ -125,7 +127,7 @@ def test_wishes_say_what_is_there(scenes, words):
 def test_a_prompt_that_is_cut_keeps_its_end(scenes, words):
     made = task(scenes, words, prompt=8)
     made.model.eval()
-    _, ids, counts = made._wish("drawn", torch.arange(10))
+    _, ids, counts = made._wish("drawn", torch.arange(10)).values()
     assert ids.shape == (10, 8) and bool((ids[:, -1] == made.end).all()) and bool((counts <= 8).all())
     assert task(scenes, words).prompt["drawn"] > 8  # it is the setting that cuts
 
@@ -138,10 +140,10 @@ def test_weights_z_and_views(scenes, words):
     )  # fmt: skip
     assert made.weights == {"read": 1.0, "draw": 3.0}
     made.model.eval()
-    shown = made._talk("named", torch.arange(4))[0]
+    shown = made._talk("named", torch.arange(4))["pixels"]
     assert torch.equal(shown, views(source.pixels(torch.arange(4)), PLAIN.with_(side=12)))
     made.model.train()
-    assert not torch.equal(shown, made._talk("named", torch.arange(4))[0])
+    assert not torch.equal(shown, made._talk("named", torch.arange(4))["pixels"])
     made.model.eval()
     batch = {"d": torch.arange(3)}
     losses = []
@@ -162,14 +164,14 @@ def test_what_is_never_learnt_is_refused(scenes, words):
 def test_prompts_are_left_out_in_training_alone(scenes, words):
     made = task(scenes, words, drop=1.0)
     made.model.train()
-    assert not made._wish("drawn", torch.arange(5))[2].any()
+    assert not made._wish("drawn", torch.arange(5))["counts"].any()
     made.model.eval()
-    assert made._wish("drawn", torch.arange(5))[2].all()
+    assert made._wish("drawn", torch.arange(5))["counts"].all()
 
 
 def test_shares_that_are_hidden(scenes, words):
     made = task(scenes, words, "masked")
-    count = made._hidden(torch.zeros(4000, 3, 3)).flatten(1).sum(1)
+    count = made._hidden(torch.zeros(4000)).flatten(1).sum(1)
     assert count.min() >= 1 and count.max() == 9
     # ⌈9 cos(πu/2)⌉ ≥ 5 where u < 2/π · arccos(4/9)
     assert abs((count >= 5).float().mean() - 2 / math.pi * math.acos(4 / 9)) < 0.03
@@ -240,3 +242,45 @@ def test_a_recipe_trains_it_with_a_codec_of_before(order, tmp_path, scenes, monk
     del plain["model"]["parts"]
     with pytest.raises(ConfigError, match="left to chance"):
         recipe.train(recipe.Recipe.read(plain), tmp_path / "other", quiet=True)
+
+
+@pytest.mark.parametrize("order", ["raster", "masked"])
+def test_a_step_whose_samples_are_made_is_one_graph(order, scenes, words):
+    """Whatever order sources come in, and equal to a step that makes them itself."""
+    torch._dynamo.reset()
+    task_ = task(scenes, words, order, questions=2, length=64)
+    task_.model.train()
+    graphs: list[int] = []
+
+    def backend(module, _):
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    compiled = torch.compile(Whole(task_), backend=backend)
+    for names in (("scenes", "drawn", "named"), ("drawn", "named", "scenes")):
+        batch = task_.collate([Asked(name, i) for i in range(3) for name in names])
+        assert isinstance(task_, MadeTask) and list(batch) == sorted(names)
+        torch.manual_seed(0)
+        told = compiled(task_.made(batch))
+        torch.manual_seed(0)
+        torch.testing.assert_close(told, task_(batch), rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_a_caption_ends_a_talk(scenes, words):
+    plain, more = (task(scenes, words, questions=2, length=400, last=last) for last in (None, "caption_long"))
+    index = torch.arange(6)
+    a, b = (made._talk("scenes", index) for made in (plain, more))
+    told = more.talks["scenes"]
+    said = ask(told.words, scenes.scenes(index), scenes.config.seed, "caption_long")
+    asked = zip(told.pieces.read(said.question), told.pieces.read(said.answer), strict=True)
+    for row, (question, answer) in enumerate(asked):
+        before = int((a["targets"][row] != IGNORED).nonzero().max()) + 2
+        whole = [*words.encode(question), words.eos, *words.encode(answer), words.eos]
+        assert torch.equal(a["ids"][row, :before], b["ids"][row, :before])
+        assert b["ids"][row, before : before + len(whole)].tolist() == whole
+        learnt = b["targets"][row, before - 1 :]
+        assert learnt[learnt != IGNORED].tolist() == [*words.encode(answer), words.eos]
+    with pytest.raises(ConfigError, match="caption_lung"):
+        task(scenes, words, last="caption_lung")

@@ -2,12 +2,13 @@
 
 import json
 import shlex
-import tomllib
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from PIL import Image
 
@@ -15,6 +16,7 @@ import vitrail
 from data.scenes.conftest import drawn
 from tasks.test_contrast import named
 from vitrail import hub, recipe
+from vitrail import sweep as sweeps
 from vitrail.cli.eval import app as evals
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
@@ -25,13 +27,14 @@ from vitrail.errors import ConfigError
 from vitrail.models.looking import LookingVLM
 from vitrail.models.qlip import QLIP, QLIPConfig
 from vitrail.models.rows import mark_of
-from vitrail.nn import cost
+from vitrail.nn import cost, replay
 from vitrail.processing.text import Tokenizer
 from vitrail.stream import build, pack
 from vitrail.stream import words as text_part
 from vitrail.talker import Talker
 from vitrail.tasks.told import IGNORED, TEXT
 from vitrail.tasks.vlm import BLANK, VLMSettings, VLMTask
+from vitrail.train.distributed import Whole
 from vitrail.train.stage import choose_trainable
 
 DOCS = Path(__file__).parents[2] / "docs" / "vlm.md"
@@ -67,13 +70,41 @@ def shrunk(node, key=""):
     return known.get(node, node) if isinstance(node, int) and not isinstance(node, bool) else node
 
 
-def variants() -> dict[str, tuple[str, dict[str, str]]]:
-    """Those of the docs, by the folder they go to, and the recipes themselves."""
-    found = {name: (f"untested/{name}", {}) for name in ("mini-vlm", "mini-vlm-prismatic", "mini-vlm-gated")}
+# Every variant of the sweeps, by the name it has here.
+ARMS = {
+    "vlm-linear": ("vlm", "linear"),
+    "vlm-mlp": ("vlm", "MLP"),
+    "vlm-one-stage": ("vlm", "one stage"),
+    "vlm-tuned": ("vlm", "tuned tower"),
+    "vlm-codes": ("vlm", "codes"),
+    "vlm-projector-1": ("vlm-queries", "projector"),
+    "vlm-qformer": ("vlm-queries", "Q-Former"),
+    "vlm-fused": ("vlm-queries", "fused"),
+    "vlm-tower": ("vlm-towers", "one tower"),
+    "vlm-towers": ("vlm-towers", "two towers"),
+    "vlm-wide": ("vlm-fit", "naive"),
+    "vlm-letterbox": ("vlm-fit", "letterbox"),
+    "vlm-crop": ("vlm-fit", "crop"),
+    "vlm-gates": ("vlm-gates", "trained"),
+    "vlm-gates-first": ("vlm-gates", "one step"),
+}
+
+
+def arm(sweep: str, variant: str) -> recipe.Recipe:
+    chosen = sweeps.read(sweep)
+    [found] = [one for one in chosen.variants if one.name == variant]
+    return chosen.read_recipe(found, 0)
+
+
+def variants() -> dict[str, Callable[[], recipe.Recipe]]:
+    """The recipes, the sweeps' variants, and what the docs have besides."""
+    names = ("mini-vlm", "mini-vlm-prismatic", "mini-vlm-gated", "mini-vlm-short")
+    found = {name: partial(recipe.read, f"untested/{name}") for name in names}
+    found |= {name: partial(arm, *where) for name, where in ARMS.items()}
     section = DOCS.read_text().split("### Variants")[1].split("```sh")[1].split("```")[0]
     for command in section.split("vitrail train ")[1:]:
-        name, _, out, *changes = shlex.split(command.split("\n#")[0].replace("\\\n", " "))
-        found[out.removeprefix("out/")] = name, dict(change.split("=", 1) for change in changes)
+        name, _, out, *changes = shlex.split(command.split("\n")[0])
+        found[out.removeprefix("out/")] = partial(recipe.read, name, dict(change.split("=", 1) for change in changes))
     return found
 
 
@@ -83,12 +114,14 @@ VARIANTS = variants()
 @cache
 def small(name: str) -> recipe.Recipe:
     """A variant with numbers that a test can bear, and scenes alone."""
-    plain = recipe.read(*VARIANTS[name]).plain()
+    plain = VARIANTS[name]().plain()
     plain["model"] = shrunk(plain["model"]) | {"parts": {}}
     plain["tokenizer"] = {"train": 420, "specials": ["<image>"]}
-    plain["sources"] = {key: shrunk(plain["sources"][key]) | {"atlas": "-"} for key in ("scenes", "unseen")}
-    for vendor, source in zip(("left", "right"), plain["sources"].values(), strict=True):
-        source["scene"] = source["scene"] | {"vendors": [vendor], "inside": 0.0}
+    plain["sources"] = {
+        key: shrunk(source) | {"atlas": "-"} for key, source in plain["sources"].items() if key in ("scenes", "unseen")
+    }
+    for vendor, source in zip(("left", "right"), plain["sources"].values(), strict=False):
+        source["scene"] = source["scene"] | {"vendors": [vendor], "inside": 0.0, "word": 0.0}
     for stage in plain["stages"]:
         questions = min(2, stage["settings"]["questions"])
         stage |= {"mixture": {"weights": {"scenes": 1}}, "steps": 2, "batch": 4, "schedule": {"kind": "constant"}}
@@ -431,10 +464,107 @@ def test_a_fused_decoder_starts_from_a_plain_one(fusion, tmp_path):
         assert all(any(torch.equal(p, q) for q in plain.parameters() if q.shape == p.shape) for p in own.values())
 
 
-def test_docs_and_sweep_mean_the_same_qformer():
-    sweep = tomllib.loads((DOCS.parents[1] / "recipes" / "sweeps" / "vlm.toml").read_text())
-    [changes] = [one["changes"] for one in sweep["variants"] if one["name"] == "Q-Former"]
-    assert recipe.read(*VARIANTS["vlm-qformer"]) == recipe.read(sweep["recipe"], changes)
+def test_every_variant_of_every_sweep_is_among_them():
+    names = {file.stem for file in sweeps.folder().glob("vlm*.toml")}
+    assert {(name, one.name) for name in names for one in sweeps.read(name).variants} == set(ARMS.values())
+
+
+def test_arms_of_a_sweep_have_as_many_tokens_and_samples():
+    for sweep in {sweep for sweep, _ in ARMS.values()} - {"vlm-gates"}:
+        chosen = [arm(*where) for where in ARMS.values() if where[0] == sweep]
+        assert len({sum(stage.steps * stage.batch for stage in one.stages) for one in chosen}) == 1
+        configs = [one.model_config() for one in chosen]
+        assert {config.tokens(config.policy.cut(64, 64)) for config in configs} == {64}
+        rows = {(one.settings(1).questions, one.settings(1).kinds, one.settings(1).length) for one in chosen}
+        assert len(rows) == 1
+
+
+def test_a_sweep_starts_from_packages_and_refuses_what_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="tower starts from out/qlip-scenes/final"):
+        sweeps.check_starts(sweeps.read("vlm"), tmp_path)
+    (tmp_path / "out" / "qlip-scenes" / "final").mkdir(parents=True)
+    sweeps.check_starts(sweeps.read("vlm"), tmp_path)
+
+
+# ---- how it runs ------------------------------------------------------------------------------------------------
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vlm-towers", "vlm-qformer", "vlm-letterbox")]
+
+
+@pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-codes", *SLOW])
+def test_a_step_is_one_graph_for_the_compiler(name, atlas, both):
+    """Behind the making of talks, which is recorded by itself; and no batch makes another one."""
+    torch._dynamo.reset()
+    task = task_of(name, atlas, both["<s>"])
+    task.model.train()
+    graphs: list[int] = []
+
+    def backend(module, _):
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    whole = Whole(task)
+    compiled = torch.compile(whole, backend=backend)
+    for step in range(2):
+        batch = {"scenes": torch.arange(4) + 4 * step}
+        torch.manual_seed(0)
+        loss = compiled(batch)["answers"]
+        torch.manual_seed(0)
+        torch.testing.assert_close(loss, whole(batch)["answers"], rtol=1e-4, atol=1e-4)
+    assert [count for count in graphs if count > 8] == [
+        max(graphs)
+    ]  # before the talks is a zero, behind them a product
+    torch._dynamo.reset()
+
+
+def test_a_talk_is_recorded_in_training_alone(atlas, words, monkeypatch):
+    task, seen = task_of("mini-vlm", atlas, words), []
+    told = task.teller.tell
+    monkeypatch.setattr(task.teller, "tell", lambda *asked: (seen.append(replay._ASKED.get()), told(*asked))[1])
+    for training in (True, False):
+        task.model.train(training)
+        task({"scenes": torch.arange(4)})
+    assert seen == [True, False] and not replay._ASKED.get()
+
+
+def test_the_log_shows_useful_tokens_the_tower_s_work_and_the_wait(atlas, monkeypatch, tmp_path):
+    monkeypatch.setattr("vitrail.recipe.open_atlas", lambda name: atlas)
+    monkeypatch.setattr("vitrail.train.trainer._matrix_rate", lambda device, dtype: 1e9)
+    made = []
+
+    class Kept(VLMTask):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+        def useful(self):
+            self.told = super().useful()
+            return self.told
+
+    kind = recipe.TASKS["vlm"]
+    monkeypatch.setitem(recipe.TASKS, "vlm", kind._replace(make=Kept))
+    recipe.train(small("mini-vlm"), tmp_path, device="cpu", quiet=True)
+    for task, stage in zip(made, ("align", "tune"), strict=True):
+        [*_, row] = map(json.loads, (tmp_path / stage / "log.jsonl").read_text().splitlines())
+        spent = task.told / row["tokens_per_s"]
+        assert 4 * task.rows.before < task.told < 4 * (task.rows.before + task.settings.length)
+        batch = {"scenes": torch.arange(4)}
+        choose_trainable(task.model, ("connector",) if stage == "align" else ("connector", "decoder"))
+        assert row["mfu"] == pytest.approx(task.step_flops(batch) / spent / 1e9)
+        legs = task.model.legs(task.rows.work(4, round(4 * task._learnt)))
+        assert task.step_flops(batch) > legs["tower"].flops + 2 * legs["decoder"].flops and legs["tower"].flops > 0
+        assert 0 < row["wait"] < 1
+
+
+def test_the_head_is_counted_for_what_is_learnt(atlas, words):
+    task = task_of("mini-vlm", atlas, words)
+    batch = {"scenes": torch.arange(6)}
+    before = task.flops(batch)
+    made = task._made(batch)
+    assert task.useful() > 0 and task._learnt == int((made.targets != IGNORED).sum()) / 6
+    head = 2 * task.model.decoder.logits(torch.zeros(1, 32)).shape[-1] * 32
+    assert before - task.flops(batch) == head * (6 * task.settings.length - int((made.targets != IGNORED).sum()))
 
 
 def test_a_picture_is_not_marked_by_the_start(atlas, both):

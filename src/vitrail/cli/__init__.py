@@ -90,10 +90,20 @@ COMMANDS = {
         "Look at pictures with a detector, and measure its error where the truth is known.",
         "vitrail judge check out/judge/final --count 200",
     ),
+    "lab": Command(
+        "vitrail.cli.lab:app",
+        "Write all that the lab knows on one page, and list figures of the texts with ours beside them.",
+        "vitrail lab report -o report.html",
+    ),
     "ledger": Command(
         "vitrail.cli.ledger:ledger",
         "Show what models cost: parameters, FLOPs, bytes, and the time that a device needs at least.",
         "vitrail ledger llama-3.1-8b qwen3-30b-a3b --context 32768",
+    ),
+    "play": Command(
+        "vitrail.cli.play:play",
+        "Play in a world model, in the browser, beside its simulator.",
+        "vitrail play --world pocket",
     ),
     "rotary": Command(
         "vitrail.cli.rotary:rotary",

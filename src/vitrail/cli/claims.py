@@ -1,8 +1,10 @@
 """`vitrail claims`: design claims re-tested in miniature."""
 
+import json
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from vitrail.errors import ConfigError
 
@@ -11,7 +13,7 @@ app = App(
     help="Re-test design claims of the papers in miniature: effect, interval and verdict.",
     help_epilogue="Example: vitrail claims list",
 )
-RESULTS = Path("results")
+RESULTS, PAGE = Path("results"), Path("docs/claims.md")
 
 
 @app.command(name="list", help_epilogue="Example: vitrail claims list")
@@ -32,8 +34,17 @@ def list_claims(*, results: Path = RESULTS) -> None:
         print(f"    {'not run yet' if kept is None else judge(claim, kept.values)}")
 
 
-@app.command(help_epilogue="Example: vitrail claims run qlip-words-fall --device cuda")
-def run(name: str, /, *, out: Path | None = None, jobs: int = 1, device: str | None = None) -> None:
+@app.command(help_epilogue="Example: vitrail claims run vlm-mlp --jobs 4 --keep")
+def run(
+    name: str,
+    /,
+    *,
+    out: Path | None = None,
+    jobs: int = 1,
+    device: str | None = None,
+    keep: Annotated[bool, Parameter(negative="")] = False,
+    results: Path = RESULTS,
+) -> None:
     """Run what a claim needs, or what is left of it, and say whether it holds.
 
     Parameters
@@ -46,6 +57,10 @@ def run(name: str, /, *, out: Path | None = None, jobs: int = 1, device: str | N
         Runs side by side, each in a process of its own.
     device
         cpu or cuda; a GPU is used where there is one.
+    keep
+        Put the sweep's table, with where it comes from, among the results, and write docs/claims.md anew.
+    results
+        Folder of kept results.
     """
     from vitrail import sweep as sweeps
     from vitrail.cli.sweep import sweep
@@ -65,10 +80,29 @@ def run(name: str, /, *, out: Path | None = None, jobs: int = 1, device: str | N
     print(f"\n{chosen.says}: claimed {chosen.range}")
     print(judge(chosen, read_kept(out / "table.json").values))
     print(f"\n{RULE}")
+    if keep:
+        command = f"vitrail sweep {chosen.sweep} --out {out} --jobs {jobs}"
+        _keep(out / "table.json", results / f"{chosen.files[0]}.json", command, device)
+        report(results=results)
+
+
+def _keep(table: Path, to: Path, command: str, device: str | None) -> None:
+    import torch
+
+    from vitrail.lab.origin import origin
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kept = {"origin": origin(command, where), "table": json.loads(table.read_text(encoding="utf-8"))}
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{to} cannot be written: {error.strerror}", "give another folder with --results") from None
+    print(to)
 
 
 @app.command(help_epilogue="Example: vitrail claims report")
-def report(*, results: Path = RESULTS, out: Path = Path("docs/claims.md")) -> None:
+def report(*, results: Path = RESULTS, out: Path = PAGE) -> None:
     """Write the page of all claims from the results that are kept.
 
     Parameters

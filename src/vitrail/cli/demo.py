@@ -1,17 +1,12 @@
 """`vitrail demo`: one page on which a unified model reads pictures and draws others, beside what is true."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
+from vitrail.cli.steps import steps
 from vitrail.errors import ConfigError
-
-if TYPE_CHECKING:
-    from vitrail.tour import Step
 
 
 def demo(
@@ -66,7 +61,7 @@ def demo(
         results = results or (kept if model is None and kept.is_file() else None)
         found = [] if results is None else [tour.measured(results)]
         studio = Studio.load(model or MINI, device=device)
-        with _steps(tour.steps(pictures)) as step:
+        with steps(tour.steps(pictures)) as step:
             sections = tour.tour(studio, pictures, seed, step) + found
         title, lead = f"{model or MINI} reads and draws", tour.lead(studio)
     file, text = out / "index.html", page(title, lead, sections).encode("utf-8", "replace")
@@ -75,22 +70,3 @@ def demo(
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", "give another folder") from None
     print(file)
-
-
-@contextmanager
-def _steps(total: int) -> "Iterator[Step]":
-    """A bar over so many steps, each of which may tell how far it is."""
-    from tqdm import tqdm
-
-    form = "{percentage:3.0f}% {bar} {elapsed} {desc}"
-    with tqdm(total=float(total), file=sys.stderr, disable=None, bar_format=form, leave=False) as bar:
-        begun = 0
-
-        def step(what: str) -> Callable[[int, int], Any]:
-            nonlocal begun
-            first, begun = begun, begun + 1
-            bar.set_description_str(what)
-            bar.update(first - bar.n)
-            return lambda done, of: bar.update(first + done / of - bar.n)
-
-        yield step

@@ -7,8 +7,10 @@ from cyclopts import App, Parameter
 
 from vitrail.cli.eval_benchmark import benchmark
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
+from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
 from vitrail.cli.eval_unified import drawing, questions, stress
+from vitrail.cli.eval_world import world
 from vitrail.errors import ConfigError, DataError, nearest
 
 Several = Annotated[tuple[str, ...], Parameter(negative="")]
@@ -17,7 +19,8 @@ Widths = Annotated[tuple[int, ...], Parameter(negative="")]
 app = App(
     name="eval",
     help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions; a "
-    "unified one: questions and drawings; or a vision-language model: published benchmarks from their own files.",
+    "unified one: questions and drawings; a vision-language model: published benchmarks from their own files; a world "
+    "model: control, drift and what its actions mean.",
     help_epilogue="Example: vitrail eval out/clip/final zeroshot --data cifar10",
 )
 
@@ -34,8 +37,8 @@ def evaluate(
         A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id; for a probe any model
         with a picture tower; for questions and drawing a unified model; for a benchmark one that answers questions.
     suite
-        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress or drawing; with --data a benchmark,
-        such as vqav2 or pope: `vitrail eval benchmark --help` names them.
+        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; with
+        --data a benchmark, such as vqav2 or pope: `vitrail eval benchmark --help` names them.
     words
         Options of the suite.
     """
@@ -262,3 +265,5 @@ app.command(questions, help_epilogue="Example: vitrail eval out/mini/final quest
 app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")
 app.command(stress, help_epilogue="Example: vitrail eval out/mini/final stress --vendors twemoji")
 app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")
+app.command(world, help_epilogue="Example: vitrail eval out/genie/final world --data out/episodes/coinrun --steps 2")
+app.command(imitation, help_epilogue="Example: vitrail eval out/genie/final imitation --data out/seeker --labels 32")

@@ -62,7 +62,8 @@ def information(
     if out is not None:
         check_figure(out)
     check_written(json)
-    built = hub.load(model, dtype=torch.float32, device=device_of(Common(device=device)))
+    where = device_of(Common(device=device))
+    built = hub.load(model, dtype=torch.float32, device=where)
     side = side_of(built)
     shown = _shown(data, count, seed, atlas, side)
     found = bottlenecks(built, shown.pictures, prepared_as(built, resolve(model)))
@@ -86,7 +87,7 @@ def information(
     print(f"\n{said}" + "; position is a share of variance, the others of right answers" * ("position" in truths))
     if json is not None:
         about = {"model": model, "vitrail": __version__, "data": data, "count": count, "seed": seed, "side": side}
-        write_plain(json, about | {"lines": [line.plain() for line in lines]})
+        write_plain(json, about | {"lines": [line.plain() for line in lines]}, where)
     if out is not None:
         places = [
             Place(line.name, line.after, line.tokens, line.width, line.bits,

@@ -12,11 +12,12 @@ from cyclopts import Parameter
 from PIL import Image
 
 from vitrail.backbones.decoder import DecoderConfig
-from vitrail.cli.systems import measured_table, system_notes, system_tables
+from vitrail.cli.systems import measured_table, printed
 from vitrail.cli.written import check_written, write_plain
 from vitrail.config import Config
 from vitrail.errors import ConfigError
 from vitrail.hub.configs import read_config
+from vitrail.lab.costs import system_notes, system_tables
 from vitrail.lab.ledger import DEVICES, DTYPES, LENGTHS, PRESETS, Floor, Ledger, Part, Time, named, pick
 from vitrail.lab.ledger import ledger as make_ledger
 from vitrail.lab.measure import better, rates
@@ -126,7 +127,7 @@ def _refuse(mode: str, **options: object) -> None:
 
 def _all(names: list[str] | None, device: list[str] | None, dtype: str, json: Path | None) -> None:
     found = [system(name, devices=list(dict.fromkeys(device or DEVICES)), dtype=dtype) for name in names or WHOLE]
-    print("\n\n".join(system_tables(found, LENGTHS)))
+    print("\n\n".join(map(printed, system_tables(found, LENGTHS))))
     print("\n" + "\n".join(system_notes(found)))
     if json is not None:
         origins = {name: DEVICES[name]._asdict() for name in found[0].reach}

@@ -105,6 +105,14 @@ app.command(
     help_epilogue="Example: vitrail scaling plan paper --system token-scaling --loss 0.05",
 )
 app.command(
+    "vitrail.cli.scaling_run:run",
+    name="run",
+    help="Train models with few and many visual tokens, with the question and without, and fit the law of each kind."
+    "\n\nThe token-scaling paper's protocol in miniature: one base, and runs behind it whose language model is frozen, "
+    "tested on the same questions.",
+    help_epilogue="Example: vitrail scaling run --out out/scaling --jobs 5",
+)
+app.command(
     "vitrail.cli.diverge:diverge",
     name="diverge",
     help="Measure how far a decoder's hidden states drift apart over two continuations of one prefix.\n\n"

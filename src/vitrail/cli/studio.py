@@ -113,33 +113,48 @@ def draw(
         write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
 
 
-def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")]) -> None:
-    """Write a unified model in 8 bits a weight with its tokenizer, and say what that changes.
+def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")], base: str | None = None) -> None:
+    """Write a unified or vision-language model in 8 bits a weight with its tokenizer, and say what that changes.
 
     Example: vitrail ship out/mini/final -o src/vitrail/weights/mini
+
+    Example: vitrail ship out/mini-vlm/final -o src/vitrail/weights/mini-vlm --base stories15M
 
     The largest difference of its logits, over the example scenes, is given in standard deviations of the logits.
 
     Parameters
     ----------
     model
-        A folder with a unified model.
+        A folder with a unified model, or with a vision-language model.
     out
         The folder to make. One below src/vitrail/weights ships with the package, and is loaded by its name.
+    base
+        The language model that a vision-language model was made of: a package (stories15M, smollm2-135m) or a folder.
+        Only what differs from it is written, and whoever loads the model needs it too.
     """
     if any(out.glob("*.safetensors")):
         raise ConfigError(f"{out} holds a model already", "remove it first, or give another folder")
     from vitrail import hub
     from vitrail.data.examples import examples
     from vitrail.hub.configs import resolve
-    from vitrail.studio import Studio, change
+    from vitrail.studio import Studio, change, load, said_change, talks
 
-    whole = Studio.load(model, device="cpu")
+    talker = talks(model)
+    if base is not None and not talker:
+        raise ConfigError(f"{model} is no vision-language model and stands on no other", "leave --base out")
+    whole: Any = load(model, device="cpu") if talker else Studio.load(model, device="cpu")
     try:
-        hub.save(whole.model, out, whole.words, small=True)
+        hub.save(whole.model, out, whole.words, small=True, base=base)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", "give another folder") from None
     scenes = examples()
+    if talker:
+        files, asked = [scene.file for scene in scenes], [scene.questions[0]["question"] for scene in scenes]
+        found = said_change(whole, load(out, device="cpu"), files, asked)
+        beside = f" beside {base}" if base else ""
+        print(f"{out}: {_megabytes(out):.1f} MB{beside}, from {_megabytes(resolve(model)):.1f}")
+        print(f"logits of words   differ by at most {found:.3f} of their spread")
+        return
     texts = [f"{scene.questions[0]['question']} {scene.questions[0]['answer']}" for scene in scenes]
     found = change(whole, Studio.load(out, device="cpu"), [scene.file for scene in scenes], texts)
     print(f"{out}: {_megabytes(out):.1f} MB, from {_megabytes(resolve(model)):.1f}")

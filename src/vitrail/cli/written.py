@@ -1,5 +1,7 @@
 """Files that commands write, refused before the work where they cannot be."""
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +21,19 @@ def check_written(path: Path | None, option: str = "--json") -> None:
             path.unlink()
 
 
-def write_plain(path: Path, data: dict[str, Any]) -> None:
+def write_plain(path: Path, data: dict[str, Any], device: str = "cpu") -> None:
+    """Figures as JSON, with their origin: the command, the commit, the device they were computed on, the day."""
     from vitrail.hub.files import write_json
+    from vitrail.lab.origin import origin
 
     with _writing(path, "--json"):
-        write_json(path, data)
+        write_json(path, {"origin": origin(command_line(), device), **data})
     print(f"→ {path}")
+
+
+def command_line() -> str:
+    """As it was typed, with the names alone of files that were given by their whole paths."""
+    return shlex.join(["vitrail", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
 
 
 @contextmanager

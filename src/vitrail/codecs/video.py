@@ -15,13 +15,14 @@ from vitrail.codecs.codec import Codec
 from vitrail.codecs.quantizers import Quantized, QuantizerConfig, make_quantizer
 from vitrail.config import Config
 from vitrail.errors import ConfigError, ImageError
-from vitrail.nn import FrameCache, FramesWork, SpaceTime, SpaceTimeConfig, Work, cost, patchify, unpatchify
+from vitrail.nn import FrameCache, Frames, FramesWork, SpaceTime, SpaceTimeConfig, Work, cost, patchify, unpatchify
 
 
 class VideoCodecConfig(Config):
-    """`image` is the side of the frames it was made for; others that the patch divides will do."""
+    """`image` is the side of the frames it was made for, or their height and width; others that the patch divides will
+    do."""
 
-    image: int
+    image: int | tuple[int, int]
     patch: int
     encoder: SpaceTimeConfig
     decoder: SpaceTimeConfig
@@ -29,17 +30,21 @@ class VideoCodecConfig(Config):
     channels: int = 3
 
     @property
-    def side(self) -> int:
-        """Codes along a side."""
-        return self.image // self.patch
+    def grid(self) -> tuple[int, int]:
+        """Codes of a frame: rows and columns."""
+        return grid_of(self.image, self.patch)
 
     def __post_init__(self) -> None:
-        check_patches(self.image, self.patch)
+        grid_of(self.image, self.patch)
 
 
-def check_patches(image: int, patch: int) -> None:
-    if patch < 1 or image < patch or image % patch:
-        raise ConfigError(f"frames of {image} pixels do not divide into patches of {patch}", "choose a multiple")
+def grid_of(image: int | tuple[int, int], patch: int) -> tuple[int, int]:
+    """Patches of a frame: rows and columns."""
+    height, width = image if isinstance(image, tuple) else (image, image)
+    if patch < 1 or min(height, width) < patch or height % patch or width % patch:
+        told = f"{height} × {width}" if isinstance(image, tuple) else image
+        raise ConfigError(f"frames of {told} pixels do not divide into patches of {patch}", "choose a multiple")
+    return height // patch, width // patch
 
 
 class VideoCache(NamedTuple):
@@ -55,7 +60,7 @@ class VideoCodec(nn.Module):
     def __init__(self, config: VideoCodecConfig):
         super().__init__()
         self.config = config
-        P, C, grid = config.patch, config.channels, (config.side, config.side)
+        P, C, grid = config.patch, config.channels, config.grid
         self.quantizer = make_quantizer(config.quantizer)
         wide, tall = config.encoder.block.width, config.decoder.block.width
         self.embed, self.encoder = nn.Linear(C * P * P, wide), SpaceTime(config.encoder, grid)
@@ -72,7 +77,8 @@ class VideoCodec(nn.Module):
     @property
     def size(self) -> tuple[int, int]:
         """Height and width of the frames it was made for."""
-        return self.config.image, self.config.image
+        h, w = self.config.grid
+        return h * self.factor, w * self.factor
 
     @property
     def bits(self) -> int:
@@ -98,7 +104,7 @@ class VideoCodec(nn.Module):
 
     # ---- there and back -----------------------------------------------------------------------------------------
 
-    def encode(self, video: Tensor, cache: FrameCache | None = None) -> Quantized:
+    def encode(self, video: Tensor, cache: Frames | None = None) -> Quantized:
         """video (B, T, C, H, W) → codes (B, T, h, w, d), ids (B, T, h, w)"""
         patches, grid = cut(video, self.config.patch, self.config.channels)
         x = self.encoder(self.embed(patches), grid, cache)  # (B, T, h·w, width)
@@ -108,7 +114,7 @@ class VideoCodec(nn.Module):
         """ids (B, T, h, w) → codes (B, T, h, w, d)"""
         return self.quantizer.lookup(ids).to(self.last.weight.dtype)
 
-    def decode(self, codes: Tensor, cache: FrameCache | None = None) -> Tensor:
+    def decode(self, codes: Tensor, cache: Frames | None = None) -> Tensor:
         """codes (B, T, h, w, d) → video (B, T, C, H, W), not clamped"""
         if codes.ndim != 5 or codes.shape[-1] != self.quantizer.width:
             raise ImageError(f"codes of shape {tuple(codes.shape)}", f"give (B, T, h, w, {self.quantizer.width})")
@@ -138,6 +144,8 @@ class VideoCodec(nn.Module):
 
 def to_pixels(bytes: Tensor, like: Tensor) -> Tensor:
     """uint8 → −1 … 1"""
+    if bytes.dtype != torch.uint8:
+        raise ImageError(f"frames of {bytes.dtype}", "give uint8")
     return (bytes.to(like.device).float() / 127.5 - 1).to(like.dtype)
 
 

@@ -19,7 +19,7 @@ from vitrail.data.words import DRAFTS, Words, ask, ask_several, prompt
 from vitrail.data.words.ask import longest
 from vitrail.data.words.pieces import Pieces, TokenTable
 from vitrail.data.words.templates import DRAWINGS
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, nearest
 from vitrail.nn.replay import Replayed
 
 QUESTIONS = tuple(kind for kind in DRAFTS if kind not in ("caption_long", "grounding"))
@@ -58,17 +58,27 @@ class Talks(Protocol):
 
 
 class SceneTalks:
-    """Several questions a scene, of different kinds, their answers evened out; and prompts of GenEval's kinds that name
-    all there is, or else the caption."""
+    """Several questions a scene, of different kinds, their answers evened out, and one kind `last` of all: behind them,
+    so that no answer can be read off a caption. And prompts of GenEval's kinds that name all there is, or else the
+    caption."""
 
     views = PLAIN
 
     def __init__(
-        self, source: SceneSource, questions: int, kinds: Sequence[str] = QUESTIONS, *, held_out: bool = False
+        self,
+        source: SceneSource,
+        questions: int,
+        kinds: Sequence[str] = QUESTIONS,
+        last: str | None = None,
+        *,
+        held_out: bool = False,
     ):
         if not 1 <= questions <= len(kinds):
             raise ConfigError(f"{questions} questions of {len(kinds)} kinds", "ask at least one, and each kind once")
-        self.source, self.questions, self.kinds, self.held_out = source, questions, tuple(kinds), held_out
+        if last is not None and last not in DRAFTS:
+            raise ConfigError(f"no kind of question is called {last!r}", nearest(last, DRAFTS))
+        self.source, self.questions, self.kinds, self.last = source, questions, tuple(kinds), last
+        self.held_out = held_out
         self.words = words_about(source)
         self.pieces = self.words.pieces
         self._words = {torch.device("cpu"): self.words}
@@ -80,8 +90,12 @@ class SceneTalks:
         told = ask_several(
             words, drawn.scenes, self.source.config.seed, self.kinds, self.questions, held_out=self.held_out
         )
-        rows, learnt = turns(told.question, told.answer, told.valid, len(self.pieces))
-        return Talk(drawn.pixels, *(x.view(len(index), -1) for x in (rows, learnt)))
+        parts = [turns(told.question, told.answer, told.valid, len(self.pieces))]
+        if self.last is not None:
+            told = ask(words, drawn.scenes, self.source.config.seed, self.last, held_out=self.held_out)
+            parts.append(turns(told.question, told.answer, told.valid, len(self.pieces)))
+        rows, learnt = (torch.cat([x.view(len(index), -1) for x in column], 1) for column in zip(*parts, strict=True))
+        return Talk(drawn.pixels, rows, learnt)
 
     def _wish(self, index: Tensor) -> Wish:
         drawn, words, seed = self.source.draw(index), self._on(index.device), self.source.config.seed
@@ -97,9 +111,10 @@ class SceneTalks:
 
     def longest(self, tokens: TokenTable) -> tuple[int, int]:
         question, answer = longest(self.words, tokens, self.kinds)
+        behind = 0 if self.last is None else sum(longest(self.words, tokens, [self.last])) + 2
         wishes = (self.words.loose[f"draw_{kind}"].longest(tokens) for kind in DRAWINGS)
         wish = max(longest(self.words, tokens, ["caption_short"])[1], *wishes)
-        return self.questions * (question + answer + 2), wish + 1
+        return self.questions * (question + answer + 2) + behind, wish + 1
 
     def _on(self, device: torch.device) -> Words:
         if device not in self._words:
@@ -140,5 +155,7 @@ def turns(question: Tensor, answer: Tensor, valid: Tensor, end: int) -> tuple[Te
     return rows, behind & valid[:, None]
 
 
-def talks(source: NamedSource | SceneSource, questions: int, kinds: Sequence[str] = QUESTIONS) -> Talks:
-    return NamedTalks(source) if isinstance(source, NamedSource) else SceneTalks(source, questions, kinds)
+def talks(
+    source: NamedSource | SceneSource, questions: int, kinds: Sequence[str] = QUESTIONS, last: str | None = None
+) -> Talks:
+    return NamedTalks(source) if isinstance(source, NamedSource) else SceneTalks(source, questions, kinds, last)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.config import Config
@@ -17,6 +18,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.generate.masked import gumbel, hide_least, still_hidden
 from vitrail.generate.sampling import Dice, Sampling, choose, shape
 from vitrail.models.genie import Genie
+from vitrail.nn import FrameRing, Frames
 
 Say = Callable[[Tensor, Tensor], Tensor]
 """ids (B, 1, h, w) of a frame as far as it is drawn, and where it is not → logits (B, 1, h, w, K)"""
@@ -50,6 +52,7 @@ class Rollout:
     def __init__(self, model: Genie, rolling: Rolling | None = None):
         self.model, self.rolling = model.eval(), rolling or Rolling()
         self._ids: Tensor | None = None
+        self._rings: dict[str, FrameRing] = {}
 
     @property
     def actions(self) -> int:
@@ -74,8 +77,10 @@ class Rollout:
         if actions.shape != (B, T - 1):
             raise DataError(f"actions {tuple(actions.shape)} between {B} × {T} frames", f"give ({B}, {T - 1})")
         model.check_actions(actions)
-        self.chance = Dice(B, self.rolling.sampling.seed if seed is None else seed, video.device)
+        self.chance = Dice(B, self.rolling.sampling.seed if seed is None else seed)
         self.past, self.shown = model.dynamics.transformer.cache(), model.codec.decoder.cache()
+        (K,) = model.codec.sizes
+        self.codes = model.codec.lookup(torch.arange(K, device=video.device))  # (K, d)
         return self._take(model.look(video), model.dynamics.led(actions.to(video.device)))
 
     @torch.no_grad()
@@ -86,12 +91,8 @@ class Rollout:
         if actions.shape != (len(self._ids),):
             raise DataError(f"actions {tuple(actions.shape)} for {len(self._ids)} worlds", "give one each")
         self.model.check_actions(actions)
-        led = actions.to(self._ids.device)[:, None]
-
-        def say(ids: Tensor, hidden: Tensor) -> Tensor:
-            return self.model.dynamics(ids, led, hidden, self.past)
-
-        return self._take(draw_frame(say, self._ids[:, -1:], self.rolling, self.chance), led)
+        chance = self.chance.roll(self.rolling.steps, 2, self._ids[0, 0].numel())
+        return self._next(actions.to(self._ids.device)[:, None], chance.to(self._ids.device))
 
     @property
     def ids(self) -> Tensor:
@@ -99,27 +100,47 @@ class Rollout:
         assert self._ids is not None
         return self._ids[:, -1]
 
+    def _next(self, led: Tensor, chance: Tensor) -> Tensor:
+        """One frame, by the actions that lead to it (B, 1) and chance (B, steps, 2, N)"""
+
+        def say(ids: Tensor, hidden: Tensor) -> Tensor:
+            return self.model.dynamics(ids, led, hidden, self.past)
+
+        return self._take(draw_frame(say, self.ids[:, None], self.rolling, chance), led)
+
     def _take(self, ids: Tensor, led: Tensor) -> Tensor:
         """Frames that are now past: ids (B, T, h, w)"""
         model = self.model
         model.dynamics.hidden_states(ids, led, cache=self.past)
-        drawn = model.codec.decode(model.codec.lookup(ids), self.shown)
+        drawn = model.codec.decode(F.embedding(ids, self.codes), self.shown)
         self.past.keep()
         self.shown.keep()
+        self.past, self.shown = self._ring("past", self.past), self._ring("shown", self.shown)
         self._ids = ids
         return model.codec.bytes(drawn[:, -1])
 
+    def _ring(self, name: str, cache: Frames) -> Frames:
+        """A full cache is a ring from then on, in which nothing is moved: the one of an earlier start where it fits."""
+        if isinstance(cache, FrameRing) or not cache.full:
+            return cache
+        if name in self._rings and self._rings[name].fits(cache):
+            self._rings[name].fill(cache)
+        else:
+            self._rings[name] = FrameRing(cache)
+        return self._rings[name]
 
-def draw_frame(say: Say, empty: Tensor, rolling: Rolling, chance: Dice) -> Tensor:
-    """Ids (B, 1, h, w) of a frame of which nothing is known, of the shape of `empty`"""
+
+def draw_frame(say: Say, empty: Tensor, rolling: Rolling, chance: Tensor) -> Tensor:
+    """Ids (B, 1, h, w) of a frame of which nothing is known, of the shape of `empty`, by chance (B, steps, 2, N): in
+    every pass for the codes, and for which of them stay"""
     ids, (B, _, h, w) = torch.zeros_like(empty), empty.shape
     hidden = torch.ones_like(ids, dtype=torch.bool)
     total = torch.full((B,), h * w, device=ids.device)
     for step in range(rolling.steps):
         logits = say(ids, hidden).flatten(0, -2)  # (B·N, K)
-        found = choose(logits, rolling.sampling, chance.roll(h * w).flatten())
+        found = choose(logits, rolling.sampling, chance[:, step, 0].flatten())
         ids = torch.where(hidden, found.view_as(ids), ids)
-        sure = gumbel(chance.roll(h * w))
+        sure = gumbel(chance[:, step, 1])
         if rolling.order == "sure":
             said = shape(logits, rolling.sampling).log_softmax(-1)
             sure = said.gather(-1, found[:, None]).view(B, h * w)

@@ -1,7 +1,9 @@
 """Models in folders: our own format, and Hugging Face's in both directions."""
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor, nn
 from vitrail import __version__
 from vitrail.codecs.quantizers import FSQ, Quantizer
 from vitrail.config import Config
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub import pictures
+from vitrail.hub.based import Base, apart, base_of, joined
 from vitrail.hub.configs import OWN, Found, find, layers, resolve
 from vitrail.hub.families import FAMILIES, MODELS
 from vitrail.hub.family import Family
@@ -20,7 +23,9 @@ from vitrail.hub.maps import Move, under
 from vitrail.hub.rows8 import packed, unpacked
 from vitrail.hub.single import Single, single_tokenizer
 from vitrail.nn import Rotary
-from vitrail.processing.text import Tokenizer
+from vitrail.processing.text import Tokenizer, read_sidecar
+
+WORDS = "tokenizer.json"
 
 
 def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
@@ -32,20 +37,34 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
     return build(find(resolve(name_or_path)), dtype, device)
 
 
-def save(model: nn.Module, folder: str | Path, tokenizer: Tokenizer | None = None, *, small: bool = False) -> None:
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    small: bool = False,
+    base: str | None = None,
+) -> None:
     """Write a model that `load` reads: vitrail.json (its kind and config) and safetensors. `small` keeps 8 bits a
-    weight, with a scale a row. How pictures are prepared is written too where the model came with another way than
-    ours (see `hub.pictures`)."""
+    weight, with a scale a row. Of a decoder that came from `base`, a model by name or folder, only the difference is
+    kept, and the base must be there when this is loaded (see `hub.based`). How pictures are prepared is written too
+    where the model came with another way than ours (see `hub.pictures`)."""
     kind = next((kind for kind, (_, cls) in MODELS.items() if type(model) is cls), None)
     if kind is None:
         raise CheckpointError(f"{type(model).__name__} is not a kind that can be saved", f"known: {', '.join(MODELS)}")
     folder, config = Path(folder), cast(Config, model.config)
-    tensors = model.state_dict().items()
+    tensors: Iterable[tuple[str, Tensor]] = model.state_dict().items()
+    about = {"kind": kind, "vitrail": __version__, "config": config.plain()}
+    if base is not None:
+        stands = Base.of(base)
+        tensors, about["base"] = apart(tensors, stands.tensors(load)), stands.plain()
     write_weights(folder, packed(tensors) if small else tensors)
-    write_json(folder / OWN, {"kind": kind, "vitrail": __version__, "config": config.plain()})
+    write_json(folder / OWN, about)
     pictures.keep(model, folder)
     if tokenizer is not None:
         tokenizer.save(folder)
+        if base is not None and _spells_alike(folder, base):
+            (folder / WORDS).unlink()
 
 
 def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
@@ -57,7 +76,25 @@ def tokenizer(name_or_path: str | Path) -> Tokenizer:
     """The tokenizer that belongs to what `load` loads."""
     path = resolve(name_or_path)
     found = single_tokenizer(path) if path.is_file() else None
-    return Tokenizer.load(path) if found is None else found
+    if found is not None or not (path / OWN).is_file() or (path / WORDS).is_file():
+        return Tokenizer.load(path) if found is None else found
+    if (base := base_of(path)) is None:
+        return Tokenizer.load(path)
+    words = copy.copy(tokenizer(base.start))  # its words, by our names for them, and our way of asking
+    words.named, words.chat_template, stops = read_sidecar(path)
+    words.stops = tuple(dict.fromkeys([*([] if words.eos is None else [words.eos]), *stops]))
+    return words
+
+
+def _spells_alike(folder: Path, base: str) -> bool:
+    """Whether a folder's words are those of the model it stands on."""
+    try:
+        theirs = tokenizer(base)
+    except VitrailError:  # it has none
+        return False
+    with TemporaryDirectory() as other:
+        theirs.save(other)
+        return (Path(other) / WORDS).read_bytes() == (folder / WORDS).read_bytes()
 
 
 def to_hf(
@@ -114,6 +151,9 @@ def build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
     if family is None:
         assert isinstance(weights, Weights)
         tensors: Iterable[tuple[str, Tensor]] = unpacked(weights)
+        if (base := base_of(found.path)) is not None:
+            theirs, wanted = base.tensors(load), model.state_dict()
+            tensors = joined(tensors, {name: tensor for name, tensor in theirs.items() if name in wanted})
     else:
         moves = family.moves(found.config)
         if family.outer and all(name.startswith(family.outer) for name in weights):

@@ -17,14 +17,19 @@ class Kept(NamedTuple):
     values: Values
 
 
+def read_data(file: Path) -> Any:
+    """What a file of results holds."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}", "run what writes it first") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no JSON: {error}", "write it again") from None
+
+
 def read_kept(file: Path) -> Kept:
     """A sweep's table, bare or with its origin beside it; or tests of folders NAME-SEED, which are variants too."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}", "run the sweep first") from None
-    except ValueError as error:
-        raise DataError(f"{file} is no JSON: {error}", "write it again") from None
+    data = read_data(file)
     data = data if isinstance(data, dict) else {"table": data}
     found: dict[tuple[str, str, str], dict[int, float]] = {}
     try:

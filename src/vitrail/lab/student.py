@@ -1,6 +1,8 @@
 """Student's t: intervals from few points, and the points that are too far from the others' line."""
 
 import math
+from collections.abc import Sequence
+from statistics import stdev
 
 import numpy as np
 
@@ -26,6 +28,11 @@ def student(p: float, dof: int) -> float:
         share = factor * middle / 2 * float(_WEIGHTS @ np.cos(angles) ** (dof - 1))
         low, high = (middle, high) if share < p - 0.5 else (low, middle)
     return math.sqrt(dof) * math.tan(low)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the interval of 95 % of their mean; two or more."""
+    return student(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def studentised(residuals: np.ndarray, leverage: np.ndarray, dof: int) -> np.ndarray:

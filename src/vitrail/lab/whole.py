@@ -61,12 +61,13 @@ class System(NamedTuple):
 
 
 class Reach(Config):
-    """One output on one device: seconds it takes at least, how many a second that is (of video, frames), and how many
-    devices hold weights and cache; times are those of one device, as if it held all."""
+    """One output on one device: seconds it takes at least, in all and by pass, how many a second that is (of video,
+    frames), and how many devices hold weights and cache; times are those of one device, as if it held all."""
 
     seconds: float
     hz: float
     needed: int
+    passes: dict[str, float]
 
 
 class Whole(Config):
@@ -116,13 +117,15 @@ def weigh_up(
         cache[key] = max(found.cache for found in (*moved, *ends))
         for label in devices:
             device = pick(DEVICES, label, "device")
-            seconds = sum(
-                one.times
+            times = {
+                one.part: one.times
                 * Time(compute=_flops(one) / device.flops, memory=(found.read + found.cache) / device.bandwidth).floor
                 for one, found in zip(passes, moved, strict=True)
-            )
+            }
+            seconds = sum(times.values())
             needed = math.ceil((weights + cache[key]) / device.memory)
-            reach[label][key] = Reach(seconds=seconds, hz=max(1, asked.frames) / seconds, needed=needed)
+            hz = max(1, asked.frames) / seconds
+            reach[label][key] = Reach(seconds=seconds, hz=hz, needed=needed, passes=times)
     return Whole(
         name=name,
         output=asked.output,

@@ -9,6 +9,7 @@ Where the controls are known, they take the place of latent actions, and there i
 B batch, T frames, h × w codes of a frame, K codes there are, A actions, W width
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from vitrail.codecs.video import VideoCodec, VideoCodecConfig
 from vitrail.config import Config
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.latent_actions import LatentActions, LatentActionsConfig
-from vitrail.nn import FrameCache, FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
+from vitrail.nn import Frames, FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
 from vitrail.nn.learned import small
 
 
@@ -54,7 +55,7 @@ class Dynamics(nn.Module):
         return F.pad(actions, (1, 0), value=self.actions)
 
     def hidden_states(
-        self, ids: Tensor, led: Tensor, hidden: Tensor | None = None, cache: FrameCache | None = None
+        self, ids: Tensor, led: Tensor, hidden: Tensor | None = None, cache: Frames | None = None
     ) -> Tensor:
         """What the head reads, (B, T, h, w, W), of ids (B, T, h, w), actions that led there (B, T), and which codes are
         hidden (B, T, h, w); none unless given"""
@@ -66,9 +67,7 @@ class Dynamics(nn.Module):
         x = x + act if self.config.acts == "added" else torch.cat([act, x], 2)
         return self.transformer(x, (h, w), cache)[:, :, -h * w :].unflatten(2, (h, w))
 
-    def forward(
-        self, ids: Tensor, led: Tensor, hidden: Tensor | None = None, cache: FrameCache | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, led: Tensor, hidden: Tensor | None = None, cache: Frames | None = None) -> Tensor:
         """Logits (B, T, h, w, K)"""
         return self.head(self.hidden_states(ids, led, hidden, cache))
 
@@ -110,8 +109,7 @@ class Genie(nn.Module):
         self.latent = None if config.latent is None else LatentActions(config.latent)
         actions = config.controls if self.latent is None else self.latent.actions
         assert actions is not None
-        side = config.codec.side
-        self.dynamics = Dynamics(config.dynamics, self.codec.sizes[0], actions, (side, side))
+        self.dynamics = Dynamics(config.dynamics, self.codec.sizes[0], actions, config.codec.grid)
 
     @property
     def actions(self) -> int:
@@ -152,7 +150,7 @@ class Genie(nn.Module):
 @cost.flops.register
 def _(module: Dynamics, work: Work) -> int:
     """An action's token has no logits."""
-    S = module.transformer.prefix + (places := module.transformer.positions.grid[0] ** 2)
+    S = module.transformer.prefix + (places := math.prod(module.transformer.positions.grid))
     asked = work.with_(tokens=work.tokens // S * places)
     return cost.flops(module.transformer, work) + cost.flops(module.head, asked)
 

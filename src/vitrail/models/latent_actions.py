@@ -2,19 +2,22 @@
 
 An encoder sees frames 1 … t + 1 and says one of a few codes; a decoder makes frame t + 1 of frames 1 … t and of what
 was said up to there. Three bits hold no picture, so that they come to hold what the past does not tell: what was done.
-Only the codes are used; the decoder's frames are there to learn by.
+Only the codes are used; the decoder is there to learn by. It draws what changes from each frame to the next: most of
+a frame does not, and need not be learned.
 
 What is said is how the encoder's view changes from one frame to the next, and its direction alone chooses the code:
 what the frames have in common, which is most of a view at first, then has no say.
 
-B batch, T frames, C channels, H, W pixels, P patch, N patches of a frame, d width of a code
+B batch, T frames, C channels, H, W pixels, P patch, N patches of a frame, D width, d width of a code
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.codecs.quantizers import VQ, Quantized, VQConfig
-from vitrail.codecs.video import check_patches, cut, mend, to_pixels
+from vitrail.codecs.video import cut, grid_of, mend, to_pixels
 from vitrail.config import Config
 from vitrail.errors import DataError
 from vitrail.nn import FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
@@ -23,7 +26,7 @@ from vitrail.nn import FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
 class LatentActionsConfig(Config):
     """`quantizer.codes` are the actions: eight, not eight bits."""
 
-    image: int
+    image: int | tuple[int, int]
     patch: int
     encoder: SpaceTimeConfig
     decoder: SpaceTimeConfig
@@ -31,23 +34,23 @@ class LatentActionsConfig(Config):
     channels: int = 3
 
     def __post_init__(self) -> None:
-        check_patches(self.image, self.patch)
+        grid_of(self.image, self.patch)
 
 
 class LatentActions(nn.Module):
     def __init__(self, config: LatentActionsConfig):
         super().__init__()
         self.config = config
-        P, C, side = config.patch, config.channels, config.image // config.patch
+        P, C, grid = config.patch, config.channels, grid_of(config.image, config.patch)
         wide, tall = config.encoder.block.width, config.decoder.block.width
-        self.seen, self.encoder = nn.Linear(C * P * P, wide), SpaceTime(config.encoder, (side, side))
+        self.seen, self.encoder = nn.Linear(C * P * P, wide), SpaceTime(config.encoder, grid)
         self.into, self.quantizer, self.out_of = (
-            nn.Linear(wide, config.quantizer.dim),
+            nn.Linear(wide, config.quantizer.dim, bias=False),
             VQ(config.quantizer),
             nn.Linear(config.quantizer.dim, tall),
         )
         self.known = nn.Linear(C * P * P, tall)
-        self.decoder, self.last = SpaceTime(config.decoder, (side, side)), nn.Linear(tall, C * P * P)
+        self.decoder, self.last = SpaceTime(config.decoder, grid), nn.Linear(tall, C * P * P)
 
     @property
     def actions(self) -> int:
@@ -62,14 +65,16 @@ class LatentActions(nn.Module):
         if video.ndim == 5 and video.shape[1] < 2:
             raise DataError(f"{video.shape[1]} frames have no action between them", "give two or more")
         patches, grid = cut(video, self.config.patch, self.config.channels)
-        view = self.into(self.encoder(self.seen(patches), grid).mean(2))  # (B, T, d)
-        return self.quantizer(view.diff(dim=1))
+        view = self.encoder(self.seen(patches), grid)  # (B, T, N, D)
+        # In float32: half precision would leave little of a small difference of two means.
+        change = view.mean(2, dtype=torch.float32).diff(dim=1)  # (B, T − 1, D)
+        return self.quantizer(self.into(change.to(view.dtype)))
 
     def predict(self, video: Tensor, codes: Tensor) -> Tensor:
         """Frames (B, T, C, H, W) and what was done at each (B, T, d) → the frames after them, not clamped"""
         patches, grid = cut(video, self.config.patch, self.config.channels)
         x = self.known(patches) + self.out_of(codes)[:, :, None]
-        return mend(self.last(self.decoder(x, grid)), self.config.patch, grid)
+        return video + mend(self.last(self.decoder(x, grid)), self.config.patch, grid)
 
     def forward(self, video: Tensor) -> tuple[Tensor, Quantized]:
         """(B, T, C, H, W) → frames 2 … T as they are predicted, and the actions between"""
@@ -88,12 +93,10 @@ class LatentActions(nn.Module):
 @cost.flops.register
 def _(module: LatentActions, work: Work) -> int:
     """Of `model(video)`; `work` as `LatentActions.work` gives it."""
-    side = module.config.image // module.config.patch
-    shown = work.tokens // (side * side * work.rows) + 1
+    shown = work.tokens // (math.prod(module.decoder.positions.grid) * work.rows) + 1
     seen = module.encoder.work(shown, work.rows)
     steps = Work(tokens=work.rows * (shown - 1), pairs=0, rows=work.rows)
-    told = sum(cost.flops(part, steps) for part in (module.quantizer, module.out_of))
-    told += cost.flops(module.into, steps.with_(tokens=work.rows * shown))
+    told = sum(cost.flops(part, steps) for part in (module.into, module.quantizer, module.out_of))
     patches = work.with_(tokens=work.tokens // (shown - 1) * shown)
     made = sum(cost.flops(part, work) for part in (module.known, module.decoder, module.last))
     return cost.flops(module.seen, patches) + cost.flops(module.encoder, seen) + told + made

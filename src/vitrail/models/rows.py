@@ -7,7 +7,7 @@ B rows, C channels, S side, M tokens of a picture, n tokens before the words, L 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Frame(NamedTuple):
     positions: Tensor  # (1, n + L) or, for rotary layouts of several axes, (1, n + L, 3)
     spans: Tensor | None  # (1, n + L), where something is read both ways
     shown: Tensor  # (1, n + L), where a picture's tokens stand, or its mark
+    sees: Plan | None  # which words see the features beside them; all, unless some come before the picture
 
 
 class Rows:
@@ -47,7 +48,7 @@ class Rows:
         self.side = only_view(self.policy, 1, 1).canvas[0]
         if isinstance(config, VLMConfig):
             parts = config.parts(config.policy.cut(self.side, self.side))
-            rules = config.rules
+            rules, self._laid = config.rules, config.laid(only_view(config.policy, self.side, self.side).grid)
         else:
             parts, rules = [words([config.mark])], None
         stream = build([*([words(self.lead)] if self.lead else []), *parts, words([0] * length)], rules)
@@ -56,20 +57,24 @@ class Rows:
         kinds = torch.tensor([KINDS[feed].id for feed in SEEN])
         shown = torch.isin(stream.kinds, kinds) if isinstance(config, VLMConfig) else stream.ids == config.mark
         shown[self.before :] = False
+        sees = None
+        if isinstance(model, LookingVLM) and self.lead:
+            sees = picture_plan(shown[None], model.work([(self.side, self.side)], 0).context)
         self._frames = {
             torch.device("cpu"): Frame(
                 stream.ids[: self.before],
                 (stream.positions[..., 0] if flat else stream.positions)[None],
                 stream.spans[None] if bool(stream.spans.any()) else None,
                 shown[None],
+                sees,
             )
         }
 
     def frame(self, device: torch.device) -> Frame:
         if device not in self._frames:
-            before, positions, spans, shown = self._frames[torch.device("cpu")]
-            moved = before.to(device), positions.to(device), None if spans is None else spans.to(device)
-            self._frames[device] = Frame(*moved, shown.to(device))
+            here = self._frames[torch.device("cpu")]
+            moved: list[Any] = [None if part is None else part.to(device) for part in here]
+            self._frames[device] = Frame(*moved)
         return self._frames[device]
 
     # ---- passes -------------------------------------------------------------------------------------------------
@@ -79,12 +84,10 @@ class Rows:
         the questions that queries are fused with, −1 where there is none."""
         model, B = self.model, len(ids)
         if isinstance(model, LookingVLM):
-            features = _features(model, pixels)
-            plan = None
-            if self.lead:  # which do not see what comes after them
-                plan = picture_plan(frame.shown, features.shape[1]).to(ids.device)
             x = model.decoder.embed(torch.cat([frame.before.expand(B, -1), ids], 1))
-            return self._through(frame, x, Looked(features, plan))
+            # A copy: a plan keeps the masks it makes, and those made inside a recorded pass do not last.
+            sees = None if frame.sees is None else frame.sees.to(ids.device)
+            return self._through(frame, x, Looked(_features(model, pixels), sees))
         soft = model.connector(model.features(pixels), self._laid)  # (B, M, W)
         if model.queries is not None:
             soft = model.queries(soft, None, [asked] if asked is not None else 1)
@@ -105,17 +108,11 @@ class Rows:
         positions = frame.positions.expand(len(x), *frame.positions.shape[1:])
         return self.model.decoder.through(x, positions, plan, pictures=beside)[:, self.before :]
 
-    @property
-    def _laid(self):
-        config = self.model.config
-        assert isinstance(config, VLMConfig)
-        return config.laid(only_view(config.policy, self.side, self.side).grid)
-
-    def work(self, rows: int) -> SeeingWork:
-        """What `cost` needs to know of so many: the logits of all words are asked for."""
+    def work(self, rows: int, asked: int | None = None) -> SeeingWork:
+        """What `cost` needs to know of so many: the logits of so many words, or of all, are asked for."""
         model, size = self.model, (self.side, self.side)
         found = model.work([size], len(self.lead) + self.length, rows)
-        return found.with_(held=0, asked=rows * self.length)
+        return found.with_(held=0, asked=rows * self.length if asked is None else asked)
 
 
 def policy_of(model: SeeingModel) -> Policy:

@@ -12,7 +12,7 @@ from vitrail.nn.patches import PatchEmbed, grid_windows, patchify, unpatchify
 from vitrail.nn.plan import Plan, attention_plan
 from vitrail.nn.positions import LearnedPositions, grid_positions, text_positions
 from vitrail.nn.rotary import LAYOUTS, Rotary, RotaryConfig, Rotation, rotate
-from vitrail.nn.spacetime import FrameCache, FramesWork, SpaceTime, SpaceTimeConfig
+from vitrail.nn.spacetime import FrameCache, FrameRing, Frames, FramesWork, SpaceTime, SpaceTimeConfig
 
 __all__ = [
     "LAYOUTS",
@@ -22,6 +22,8 @@ __all__ = [
     "BlockConfig",
     "ExpertsConfig",
     "FrameCache",
+    "FrameRing",
+    "Frames",
     "FramesWork",
     "GatedConfig",
     "KVCache",

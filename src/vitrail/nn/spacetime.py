@@ -61,6 +61,11 @@ class FrameCache:
         """Frames that are still here."""
         return min(self.seen, self.memory - 1)
 
+    @property
+    def full(self) -> bool:
+        """Whether every frame to come drives one out."""
+        return 0 < self.held == self.memory - 1
+
     def layer(self, i: int) -> "FrameLayer":
         return FrameLayer(self, i)
 
@@ -94,6 +99,72 @@ class FrameLayer(NamedTuple):
         return k, v
 
 
+class FrameRing:
+    """A full cache in buffers that stay where they are, for frames one at a time: what a CUDA graph can go on with.
+
+    Keys carry their positions, so that they may lie in any order: frame t is written to slot t mod M, over the one that
+    is out of reach by then. A frame that is drawn in several passes is written by each, and stays when it is kept.
+    """
+
+    def __init__(self, cache: FrameCache):
+        past = [kept for kept in cache.past if kept is not None]
+        if not cache.full:
+            raise ConfigError(f"a ring of {cache.memory} frames cannot begin with {cache.held}", "fill the cache first")
+        rows, _, *each = past[0].k.shape
+        self.memory = cache.memory
+        self.k, self.v = ([past[0].k.new_zeros(rows, cache.memory, *each) for _ in past] for _ in range(2))
+        self.seen = torch.zeros((), dtype=torch.long, device=past[0].k.device)  # on the device: a graph counts on
+        self.fill(cache)
+
+    @property
+    def held(self) -> int:
+        return self.memory - 1
+
+    def fits(self, cache: FrameCache) -> bool:
+        """Whether a full cache can be taken over."""
+        kept = cache.past[0]
+        if kept is None or (len(cache.past), cache.memory) != (len(self.k), self.memory):
+            return False
+        mine = self.k[0]
+        return (mine.dtype, mine.device, mine[:, 1:].shape) == (kept.k.dtype, kept.k.device, kept.k.shape)
+
+    def fill(self, cache: FrameCache) -> None:
+        """Begin anew with what a cache holds."""
+        slots = torch.arange(cache.seen - self.held, cache.seen, device=self.seen.device) % self.memory
+        for k, v, kept in zip(self.k, self.v, cache.past, strict=True):
+            assert kept is not None
+            k.index_copy_(1, slots, kept.k)
+            v.index_copy_(1, slots, kept.v)
+        self.seen.fill_(cache.seen)
+
+    def layer(self, i: int) -> "RingLayer":
+        return RingLayer(self.k[i], self.v[i], self.seen)
+
+    def begin(self, frames: int) -> None:
+        if frames != 1:
+            raise ConfigError(f"{frames} frames at once", "a ring takes one")
+
+    def keep(self) -> None:
+        """The frame of the last pass happened."""
+        self.seen.add_(1)
+
+
+class RingLayer(NamedTuple):
+    """One layer's share of a ring. It holds no number of a layer, so that what is compiled for one serves all."""
+
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the new frame (B·S, 1, G, D) among those of the past."""
+        slot = (self.seen % self.k.shape[1])[None]
+        return self.k.index_copy_(1, slot, k), self.v.index_copy_(1, slot, v)
+
+
+Frames = FrameCache | FrameRing
+
+
 class SpaceTimeBlock(nn.Module):
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -119,14 +190,14 @@ class SpaceTime(nn.Module):
         self.blocks = nn.ModuleList([SpaceTimeBlock(block) for _ in range(config.layers)])
         self.norm = make_norm(block.norm, block.width, block.eps)
 
-    def forward(self, x: Tensor, grid: tuple[int, int], cache: FrameCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: tuple[int, int], cache: Frames | None = None) -> Tensor:
         """Frames behind those of the cache, which keeps them when it is told to."""
         T, start = x.shape[1], 0 if cache is None else cache.seen
         if cache is not None:
             cache.begin(T)
         x = x + self.positions(*grid)
         plan = _plan(T, 0 if cache is None else cache.held, self.config.memory, x.device)
-        rotation = self.rotary(torch.arange(start, start + T, device=x.device)[None])
+        rotation = self.rotary(start + torch.arange(T, device=x.device)[None])
         for i, block in enumerate(self.blocks):
             x = block(x, plan, rotation=rotation, cache=None if cache is None else cache.layer(i))
         return self.norm(x)

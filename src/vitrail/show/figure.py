@@ -70,25 +70,35 @@ class Figure(NamedTuple):
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" font-family="Helvetica, Arial, sans-serif">',
-            f'<rect width="100%" height="100%" fill="{_hex(style.PAPER)}"/>',
+            f'<rect width="100%" height="100%" fill="{hexed(style.PAPER)}"/>',
         ]
+        return "\n".join([*parts, *self._drawn(), "</svg>\n"])
+
+    def inline(self, label: str) -> str:
+        """For a page of its own paper, whose style sheet may change the colours."""
+        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
+        head = f'<svg class="drawn" {size} role="img" aria-label="{html.escape(label)}">'
+        return "".join([head, *self._drawn(), "</svg>"])
+
+    def _drawn(self) -> list[str]:
+        parts = []
         for shape in self.shapes:
             match shape:
                 case Line(points, colour, width, dash):
                     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
                     dashes = f' stroke-dasharray="{dash[0]:g} {dash[1]:g}"' if dash else ""
-                    look = f'stroke="{_hex(colour)}" stroke-width="{width:g}" stroke-linejoin="round"{dashes}'
+                    look = f'stroke="{hexed(colour)}" stroke-width="{width:g}" stroke-linejoin="round"{dashes}'
                     parts.append(f'<polyline points="{path}" fill="none" {look}/>')
                 case Dot((x, y), radius, colour):
-                    look = f'fill="{_hex(colour)}" stroke="{_hex(style.PAPER)}"'
+                    look = f'fill="{hexed(colour)}" stroke="{hexed(style.PAPER)}"'
                     parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" {look}/>')
                 case Words((x, y), words, size, colour, anchor):
                     end = {"l": "start", "m": "middle", "r": "end"}[anchor]
-                    halo = f'stroke="{_hex(style.PAPER)}" stroke-width="{HALO}" paint-order="stroke"'
-                    look = f'font-size="{size}" fill="{_hex(colour)}" text-anchor="{end}" {halo}'
+                    halo = f'stroke="{hexed(style.PAPER)}" stroke-width="{HALO}" paint-order="stroke"'
+                    look = f'font-size="{size}" fill="{hexed(colour)}" text-anchor="{end}" {halo}'
                     # Not every renderer knows dominant-baseline; a third of the size centres capitals and figures.
                     parts.append(f'<text x="{x:.1f}" y="{y + 0.35 * size:.1f}" {look}>{html.escape(words)}</text>')
-        return "\n".join([*parts, "</svg>\n"])
+        return parts
 
     def save(self, path: Path) -> None:
         if path.suffix.lower() != ".svg":
@@ -107,7 +117,7 @@ def check_figure(path: Path) -> None:
         style.check_picture(path)
 
 
-def _hex(colour: Colour) -> str:
+def hexed(colour: Colour) -> str:
     return "#" + "".join(f"{level:02x}" for level in colour)
 
 

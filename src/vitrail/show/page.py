@@ -1,4 +1,5 @@
-"""One page that is whole in itself: pictures, mosaics of codes and tables as HTML, without a script and without a link.
+"""One page that is whole in itself: pictures, drawings, mosaics of codes and tables as HTML, without a link to another,
+and without a script but the one that sorts tables, where it is asked for.
 
 Text is escaped where it is put in; what these functions return is `Html`, and is not escaped again.
 
@@ -6,7 +7,9 @@ h × w codes, d width of a code, K codes that are looked at to find their spread
 """
 
 import base64
+import hashlib
 import io
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -16,10 +19,23 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.codecs.quantizers import Quantizer
+from vitrail.show.figure import Figure
+from vitrail.show.page_style import SORT, STYLE
 
 
 class Html(str):
     """Markup; any other string is text."""
+
+
+class Number(str):
+    """A cell that is sorted by its value, whatever unit it is written in."""
+
+    value: float
+
+    def __new__(cls, text: str, value: float) -> "Number":
+        made = super().__new__(cls, text)
+        made.value = value
+        return made
 
 
 class Section(NamedTuple):
@@ -27,16 +43,19 @@ class Section(NamedTuple):
     body: Sequence[str]
 
 
-def page(title: str, lead: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole document. It forbids itself the network."""
-    parts = [f"<section><h2>{html(s.title)}</h2>{_joined(s.body)}</section>" for s in sections]
+def page(title: str, lead: Sequence[str], sections: Sequence[Section], *, long: bool = False) -> str:
+    """The whole document. It forbids itself the network. A long one lists its sections, and sorts its tables."""
+    parts = [f'<section id="{_anchor(s)}"><h2>{html(s.title)}</h2>{_joined(s.body)}</section>' for s in sections]
+    script = f"'sha256-{base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()}'" if long else "'none'"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">"
+        f"style-src 'unsafe-inline'; script-src {script}\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html(title)}</title><style>{STYLE}</style></head>"
-        f"<body><header><h1>{html(title)}</h1>{_joined(lead)}</header><main>{''.join(parts)}</main></body></html>\n"
+        f'<body class="{"long" if long else "short"}"><header><h1>{html(title)}</h1>{_joined(lead)}</header>'
+        f"{_contents(sections) if long else ''}<main>{''.join(parts)}</main>"
+        f"{f'<script>{SORT}</script>' if long else ''}</body></html>\n"
     )
 
 
@@ -65,12 +84,36 @@ def figure(image: Image.Image, caption: str) -> Html:
     return Html(f"<figure>{shown}<figcaption>{html(caption)}</figcaption></figure>")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html(cell)}</{tag}>' for cell in cells)}</tr>"
+def drawing(drawn: Figure, label: str, caption: str) -> Html:
+    """A drawing at its own size, which scrolls where it is wider than the page; `label` is for who cannot see it."""
+    shown = f'<div class="wide" role="region" tabindex="0" aria-label="{escape(label)}">{drawn.inline(label)}</div>'
+    return Html(f'<figure class="whole">{shown}<figcaption>{html(caption)}</figcaption></figure>')
 
-    body = "".join(line(cells, "td") for cells in rows)
-    return Html(f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>")
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Html:
+    """With a caption it is one of data: its first column names the rows, and it may scroll and be sorted."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}{_sorted_by(cell)}>{html(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    if not caption:
+        body = "".join(line(cells, "td") for cells in rows)
+        return Html(f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>")
+    tops = "".join(f'<th scope="col">{html(cell)}</th>' for cell in head)
+    named = (f'<tr><th scope="row">{html(cells[0])}</th>{line(cells[1:], "td").removeprefix("<tr>")}' for cells in rows)
+    inside = f"<caption>{html(caption)}</caption><thead><tr>{tops}</tr></thead><tbody>{''.join(named)}</tbody>"
+    label = escape(re.sub("<[^>]*>", "", caption) if isinstance(caption, Html) else caption)
+    around = f'<div class="wide" role="region" tabindex="0" aria-label="{label}">'
+    return Html(f'{around}<table class="data">{inside}</table></div>')
+
+
+def fold(title: str, body: Sequence[str]) -> Html:
+    """Parts that are shown when they are asked for."""
+    return Html(f"<details><summary>{html(title)}</summary>{_joined(body)}</details>")
+
+
+def code(text: str) -> Html:
+    return Html(f"<code>{html(text)}</code>")
 
 
 def mosaic(ids: Tensor, colours: Tensor, caption: str) -> Html:
@@ -100,31 +143,19 @@ def code_colours(quantizer: Quantizer, ids: Tensor) -> Tensor:
     return (255 * torch.sigmoid(1.5 * z @ axes)).round().to(torch.uint8).cpu()
 
 
+def _sorted_by(cell: str) -> str:
+    return f' class="number" data-n="{cell.value:.9g}"' if isinstance(cell, Number) else ""
+
+
+def _anchor(section: Section) -> str:
+    return "-".join(re.findall(r"\w+", section.title.lower())) or "section"
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    lines = "".join(f'<li><a href="#{_anchor(s)}">{html(s.title)}</a></li>' for s in sections)
+    return f'<nav aria-label="Sections"><ul>{lines}</ul></nav>'
+
+
 def _joined(parts: Sequence[str]) -> str:
     """Text as paragraphs, markup as it is"""
     return "".join(part if isinstance(part, Html) else f"<p>{escape(part)}</p>" for part in parts)
-
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #faf9f6; --ink: #20232a; --soft: #5f636b; --line: #dedbd4;
-  --right: #1d7a50; --wrong: #b8402c; }
-@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e8e6e1; --soft: #a2a5ab; --line: #34373d;
-  --right: #5cc795; --wrong: #f0836e; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 58rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .5rem; }
-h2 { margin: 3rem 0 .5rem; padding-top: 1rem; border-top: 1px solid var(--line); }
-h3 { margin: 2rem 0 .5rem; }
-p { max-width: 42rem; margin: .5rem 0; }
-.row { display: flex; flex-wrap: wrap; gap: .75rem; margin: .75rem 0; }
-figure { margin: 0; width: min(10rem, 47%); }
-img, svg { display: block; width: 100%; height: auto; border: 1px solid var(--line); border-radius: 4px; }
-rect:hover { stroke: var(--ink); stroke-width: .12; }
-figcaption, th { color: var(--soft); font-size: .875rem; }
-figcaption { margin-top: .25rem; line-height: 1.35; }
-table { border-collapse: collapse; margin: .5rem 0; width: 100%; table-layout: fixed; }
-th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); }
-.right { color: var(--right); }
-.wrong { color: var(--wrong); }
-"""

@@ -66,6 +66,26 @@ def draw_clusters(groups: Sequence[Mapping[str, Points]], title: str, note: str 
     return _sheet(title, note, panels, below=15 * longest + 8)
 
 
+def draw_ways(tasks: Mapping[str, Mapping[str, Points]], title: str, note: str = "") -> Figure:
+    """A panel a task, a line a way of making tokens: one colour in all of them, named in a panel behind the last. A way
+    may have one point alone."""
+    ways = list(dict.fromkeys(way for lines in tasks.values() for way in lines))
+    looks = {way: (COLOURS[i % len(COLOURS)], (4.0, 3.0) if i >= len(COLOURS) else None) for i, way in enumerate(ways)}
+    panels: list[Panel] = []
+    for task, lines in tasks.items():
+        frame = _frame([point for line in lines.values() for point in line])
+        shapes: list[Shape] = []
+        for way, points in lines.items():
+            colour, dash = looks[way]
+            shapes += [Line(frame.path(points), colour, 1.5, dash)] if len(points) > 1 else []
+            shapes += [Dot(frame.at(point), 2.5, colour) for point in points]
+        panels.append((task, "", frame, shapes))
+    names: list[Shape] = []
+    for row, (way, (colour, dash)) in enumerate(looks.items()):
+        names += [Line([(0, 15 * row), (24, 15 * row)], colour, 1.5, dash), Words((32, 15 * row), way, 11, colour)]
+    return _sheet(title, note, [*panels, ("", "", None, names)], below=max(0, 15 * len(ways) - TALL))
+
+
 def draw_differences(tasks: Mapping[str, Points], title: str, note: str = "") -> Figure:
     """A panel a task, a bar a number of tokens from top to bottom: green where the first model is better, gold where
     the second is. Each task has its own scale; the longest bar's length is written above it."""

@@ -5,6 +5,7 @@ B samples, L tokens
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from vitrail.backbones.decoder import Decoder
 from vitrail.data.scenes.source import by_source
 from vitrail.data.talks import Talks
-from vitrail.data.words.pieces import TokenTable
+from vitrail.data.words.pieces import Pieces, TokenTable
 from vitrail.errors import ConfigError
 from vitrail.objectives.cross_entropy import linear_cross_entropy
 from vitrail.processing.text import Tokenizer
@@ -34,13 +35,21 @@ class Told(NamedTuple):
     inside: Tensor  # (B, L) which tokens are no padding
 
 
+@lru_cache(maxsize=16)
+def _tabled(texts: tuple[str, ...], words: Tokenizer, end: int) -> TokenTable:
+    """A table of pieces in ids, and the end behind them. The stages of a run share those of their sources."""
+    pieces = Pieces()
+    pieces.rows(texts)
+    return pieces.tokenized(words, [end])
+
+
 class Teller:
     """The talks of some sources in a tokenizer's ids, `length` of them; the tables are kept by device."""
 
     def __init__(self, talks: Mapping[str, Talks], words: Tokenizer, end: int, length: int):
         self.talks, self.end, self.length = talks, end, length
         self._ready: dict[tuple[torch.device, str], TokenTable] = {
-            (torch.device("cpu"), name): told.pieces.tokenized(words, [end]) for name, told in talks.items()
+            (torch.device("cpu"), name): _tabled(tuple(told.pieces.texts), words, end) for name, told in talks.items()
         }
 
     @torch.no_grad()
@@ -76,6 +85,10 @@ def collate(samples: Sequence[Any]) -> Batch:
 
 
 def said_loss(decoder: Decoder, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"], z: float) -> Tensor:
-    """hidden (B, L, W), targets (B, L) → −log p of what is learnt, and z · logsumexp²"""
+    """hidden (B, L, W), targets (B, L) → −log p of what is learnt, and z · logsumexp². What is not, most of a talk, has
+    no logits made; under a compiler, to which every batch must have one shape, all have."""
     head = decoder.embed.weight if decoder.head is None else decoder.head.weight
+    if not torch.compiler.is_compiling():
+        learnt = targets != IGNORED
+        hidden, targets = hidden[learnt][None], targets[learnt][None]  # (1, n, W), (1, n)
     return linear_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), z=z, reduction=reduction, ignore=IGNORED)

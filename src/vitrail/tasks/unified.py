@@ -29,6 +29,7 @@ class UnifiedSettings(Config):
     draw             the sources whose pictures are drawn; the others' are read, and plain text is continued
     weights          of text, read and draw; 1 unless given
     questions, kinds how many questions are asked of a scene, of which kinds
+    last             a kind that ends every talk: a long caption says more of a picture than questions ask
     length, prompt   tokens of a talk and of a prompt at most; what is longer is cut
     drop             chance that a prompt is left out, so that guidance knows what a picture is without one
     z                weight of logsumexp² of all logits, which keeps them from drifting
@@ -38,6 +39,7 @@ class UnifiedSettings(Config):
     weights: dict[str, float] = {}
     questions: int = 6
     kinds: tuple[str, ...] = QUESTIONS
+    last: str | None = None
     length: int = 256
     prompt: int = 128
     drop: float = 0.1
@@ -72,7 +74,7 @@ class UnifiedTask:
         self.model, self.settings, self.end = model, settings, words.eos
         shown = {name: source for name, source in sources.items() if not isinstance(source, TextWindows)}
         self.talks: dict[str, Talks] = {
-            name: talks(source, settings.questions, settings.kinds) for name, source in shown.items()
+            name: talks(source, settings.questions, settings.kinds, settings.last) for name, source in shown.items()
         }
         kinds = {"draw" if name in settings.draw else "read" for name in shown}
         kinds |= {"text"} if len(shown) < len(sources) else set()
@@ -83,8 +85,7 @@ class UnifiedTask:
             name: min(settings.prompt, told.longest(self.teller.table(cpu, name))[1])
             for name, told in self.talks.items()
         }
-        h, w = model.grid
-        self.codes, self.side = h * w, model.codec.size[0]
+        self.side = model.codec.size[0]
         for name in self.talks:
             if name not in settings.draw:
                 self.teller.refuse_nothing(name, len(shown[name]))
@@ -105,26 +106,30 @@ class UnifiedTask:
         return "text" if name == TEXT else "draw" if name in self.settings.draw else "read"
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        if any(name in self.talks for name in batch):
+            batch = self.made(batch)
         losses = {kind: self.model.marks.weight.new_zeros((), dtype=torch.float32) for kind in self.weights}
-        for name, rows in batch.items():
-            kind = self._kind(name)
-            one = {"text": self._text, "read": self._read, "draw": self._draw}[kind]
-            losses[kind] = losses[kind] + one(name, rows)
+        if TEXT in batch:
+            losses["text"] = self._text(batch[TEXT])
+        for name in self.talks:
+            if f"{name}:pixels" in batch:
+                kind = self._kind(name)
+                losses[kind] = losses[kind] + (self._draw if kind == "draw" else self._read)(name, batch)
         return losses
 
-    def _text(self, name: str, ids: Tensor) -> Tensor:
+    def _text(self, ids: Tensor) -> Tensor:
         return self._said(self.model(self.model.words(ids[:, :-1])), ids[:, 1:], "sum")
 
-    def _read(self, name: str, index: Tensor) -> Tensor:
-        pixels, ids, targets = self._talk(name, index)
+    def _read(self, name: str, batch: Batch) -> Tensor:
+        pixels, ids, targets = (batch[f"{name}:{part}"] for part in ("pixels", "ids", "targets"))
         seen, _ = self.model.look(pixels)
         hidden = self.model(self.model.shown(seen), self.model.words(ids))[:, -ids.shape[1] :]
-        return self._said(hidden, targets, "mean") * len(index)
+        return self._said(hidden, targets, "mean") * len(ids)
 
-    def _draw(self, name: str, index: Tensor) -> Tensor:
-        pixels, ids, counts = self._wish(name, index)
+    def _draw(self, name: str, batch: Batch) -> Tensor:
+        pixels, ids, counts = (batch[f"{name}:{part}"] for part in ("pixels", "ids", "counts"))
+        hidden = batch.get(f"{name}:hidden")  # (B, h, w), where codes are drawn in any order
         model, (_, codes) = self.model, self.model.look(pixels)
-        hidden = self._hidden(codes) if model.config.order == "masked" else None
         laid = model.lay(model.words(ids, counts), model.drawn(codes, hidden))
         each = model.code_losses(model.drawing_states(laid, model.hidden(laid)), codes.flatten(1), self.settings.z)
         if hidden is None:
@@ -135,30 +140,42 @@ class UnifiedTask:
     def _said(self, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
         return said_loss(self.model.decoder, hidden, targets, reduction, self.settings.z)
 
-    def _hidden(self, codes: Tensor) -> Tensor:
-        """(B, h, w): a share of cos(π/2 · u) of each picture's codes, at least one, anywhere"""
-        B, device = len(codes), codes.device
-        share = torch.cos(math.pi / 2 * torch.rand(B, 1, device=device))
-        rank = torch.rand(B, self.codes, device=device).argsort(1).argsort(1)
-        return (rank < (share * self.codes).ceil().clamp(min=1)).view_as(codes)
+    # ---- what is made of numbers --------------------------------------------------------------------------------
 
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()
-    def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def made(self, batch: Batch) -> Batch:
+        found = {}
+        for name, rows in batch.items():
+            if name not in self.talks:
+                found[name] = rows
+                continue
+            parts = self._wish(name, rows) if self._kind(name) == "draw" else self._talk(name, rows)
+            found |= {f"{name}:{part}": value for part, value in parts.items()}
+        return found
+
+    def _talk(self, name: str, index: Tensor) -> Batch:
         """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
         told = self.teller.tell(name, index)
-        return self._viewed(name, told.pixels), told.ids, told.targets
+        return {"pixels": self._viewed(name, told.pixels), "ids": told.ids, "targets": told.targets}
 
-    @torch.compiler.disable
-    @torch.no_grad()
-    def _wish(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """pixels (B, C, S, S), ids (B, L) of prompts and how many of them are there (B,): none where it is dropped"""
+    def _wish(self, name: str, index: Tensor) -> Batch:
+        """pixels (B, C, S, S), ids (B, L) of prompts and how many of them are there (B,): none where it is dropped; and
+        which codes are hidden (B, h, w), where some are"""
         asked = self.talks[name].wish(index)
         L = self.prompt[name]
         ids, length = self.teller.table(index.device, name).write(asked.rows, L, self.end, check=False)
         ids[:, -1] = torch.where(length > L, self.end, ids[:, -1])  # a prompt that is cut keeps its end
         dropped = torch.rand(len(index), device=index.device) < self.settings.drop * self.model.training
-        return self._viewed(name, asked.pixels), ids, length.clamp(max=L) * ~dropped
+        made = {"pixels": self._viewed(name, asked.pixels), "ids": ids, "counts": length.clamp(max=L) * ~dropped}
+        return made | ({"hidden": self._hidden(index)} if self.model.config.order == "masked" else {})
+
+    def _hidden(self, index: Tensor) -> Tensor:
+        """(B, h, w): a share of cos(π/2 · u) of each picture's codes, at least one, anywhere"""
+        B, (h, w), device = len(index), self.model.grid, index.device
+        share = torch.cos(math.pi / 2 * torch.rand(B, 1, device=device))
+        rank = torch.rand(B, h * w, device=device).argsort(1).argsort(1)
+        return (rank < (share * h * w).ceil().clamp(min=1)).view(B, h, w)
 
     def _viewed(self, name: str, pixels: Tensor) -> Tensor:
         return views(pixels, (self.talks[name].views if self.model.training else PLAIN).with_(side=self.side))

@@ -5,6 +5,7 @@ B samples, C channels, S side, L tokens of a talk, T tokens of a question, P pie
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from vitrail.config import Config
 from vitrail.data.named import NamedSource
 from vitrail.data.scenes.source import SceneSource
-from vitrail.data.talks import QUESTIONS, Talks, talks
+from vitrail.data.talks import QUESTIONS, SceneTalks, Talks, talks
 from vitrail.data.text import TextWindows
 from vitrail.data.views import PLAIN, views
+from vitrail.data.words.ask import longest
 from vitrail.errors import ConfigError
 from vitrail.models.looking import LookingVLM
 from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of
 from vitrail.nn import Work, cost
+from vitrail.nn.replay import recording
 from vitrail.processing.fit import fit, squashes
 from vitrail.processing.templates import spoken
 from vitrail.processing.text import Tokenizer
@@ -58,7 +61,7 @@ class Made(NamedTuple):
     pixels: Tensor  # (B, C, S, S), normalised as the tower reads them
     ids: Tensor  # (B, L)
     targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
-    asked: Tensor | None  # (B, T) the question, −1 elsewhere, where queries are fused with it
+    asked: Tensor | None  # (B, T) the question, −1 behind it, where queries are fused with it
 
 
 class VLMTask:
@@ -102,7 +105,10 @@ class VLMTask:
         kinds = (["answers"] if shown else []) + (["text"] if len(shown) < len(sources) else [])
         self.weights = {kind: settings.weights.get(kind, 1.0) for kind in kinds}
         self.teller = Teller(self.talks, words, words.eos, settings.length)
-        self._read = torch.zeros((), dtype=torch.long)
+        self._talked = torch.zeros(2, dtype=torch.long)  # tokens of talks and pictures, and how many of them are learnt
+        self._pictures = self._written = 0  # how many these are of, and tokens of text
+        self._learnt = float(settings.length)  # tokens of a talk, when last asked
+        self.longest = max([0, *map(self._question, self.talks)])  # tokens of a question
         for name in self.talks:
             self.teller.refuse_nothing(name, len(shown[name]))
 
@@ -151,6 +157,7 @@ class VLMTask:
             )
         return loss
 
+    @torch.compiler.disable  # how much is learnt is another number in every batch
     def _said(self, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
         return said_loss(self.model.decoder, hidden, targets, reduction, self.settings.z)
 
@@ -158,8 +165,9 @@ class VLMTask:
     @torch.no_grad()
     def _made(self, batch: Batch) -> Made | None:
         """The talks of all sources, one below the other."""
-        self._count(_followed(batch.get(TEXT)))
-        parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
+        self._written += _followed(batch.get(TEXT))
+        with recording() if self.model.training else nullcontext():  # even where nothing else is
+            parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
         if BLANK + "answers" in batch:
             parts.append(self._blank(batch[BLANK + "answers"].device))
         if not parts:
@@ -168,14 +176,21 @@ class VLMTask:
         asked = None
         if self.fused:
             answer = (ids == self.end).long().cumsum(1) > 0
-            asked = ids.masked_fill(answer, -1)
+            asked = ids.masked_fill(answer, -1)[:, : self.longest]
         return Made(self.rows.frame(ids.device), pixels, ids, targets, asked)
 
     def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
         told = self.teller.tell(name, index)
-        self._count(told.inside.sum() + len(index) * self.rows.before)
+        found = torch.stack([told.inside.sum() + len(index) * self.rows.before, (told.targets != IGNORED).sum()])
+        self._talked = self._talked.to(found.device) + found
+        self._pictures += len(index)
         return self.viewed(told.pixels, name), told.ids, told.targets
+
+    def _question(self, name: str) -> int:
+        """Tokens that no first question about a source's pictures exceeds."""
+        told, table = self.talks[name], self.teller.table(torch.device("cpu"), name)
+        return longest(told.words, table, told.kinds)[0] if isinstance(told, SceneTalks) else told.longest(table)[0]
 
     def _blank(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         C, S = len(self.model.config.mean), self.rows.side
@@ -196,16 +211,16 @@ class VLMTask:
 
     # ---- costs --------------------------------------------------------------------------------------------------
 
-    def _count(self, tokens: Tensor | int) -> None:
-        self._read = self._read.to(tokens.device) + tokens if isinstance(tokens, Tensor) else self._read + tokens
-
     def useful(self) -> int:
         """Tokens read since this was last asked, those of pictures included and padding left out."""
-        found, self._read = int(self._read), torch.zeros_like(self._read)
+        talked, learnt = self._talked.tolist()
+        found = talked + self._written
+        self._learnt = learnt / self._pictures if self._pictures else self._learnt
+        self._talked, self._pictures, self._written = torch.zeros_like(self._talked), 0, 0
         return found
 
     def flops(self, batch: Batch) -> int:
-        """Of a forward pass, the tower's included."""
+        """Of a forward pass, the tower's included; the head's of what is learnt, as it was when `useful` was asked."""
         return sum(found for _, found in self._legs(batch))
 
     def step_flops(self, batch: Batch) -> float:
@@ -221,7 +236,8 @@ class VLMTask:
     def _legs(self, batch: Batch) -> list[tuple[Sequence[nn.Module], int]]:
         """The parts in the order that a picture goes through them, each with its operations."""
         B, text, decoder = sum(len(i) for n, i in batch.items() if n in self.talks), batch.get(TEXT), self.model.decoder
-        found = [(leg.modules, leg.flops) for leg in self.model.legs(self.rows.work(B)).values()] if B else []
+        legs = self.model.legs(self.rows.work(B, round(B * self._learnt))).values() if B else ()
+        found = [(leg.modules, leg.flops) for leg in legs]
         if text is not None:
             found.append(([decoder], cost.flops(decoder, Work.causal(text.shape[1] - 1, len(text)))))
         return found

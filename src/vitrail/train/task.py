@@ -88,3 +88,13 @@ class MeteredTask(Task, Protocol):
     def useful(self) -> int:
         """Tokens read since this was last asked, padding aside."""
         ...
+
+
+@runtime_checkable
+class MadeTask(Task, Protocol):
+    """A task whose batches are numbers, of which it makes pictures and texts on the device. The trainer has those of
+    the next step made while this one runs, so that whatever chance a step needs is drawn here and not in its pass."""
+
+    def made(self, batch: Batch) -> Batch:
+        """What a pass takes; a pass over a batch of numbers makes it first."""
+        ...

@@ -23,11 +23,12 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.nn import Block
 from vitrail.nn.replay import recording
 from vitrail.train import checkpoint, distributed
+from vitrail.train.ahead import Ready, ahead
 from vitrail.train.ema import EMA
 from vitrail.train.log import Log
 from vitrail.train.optim import Optimizer
 from vitrail.train.stage import StageConfig, choose_trainable
-from vitrail.train.task import Batch, MeteredTask, Source, Task, Varied
+from vitrail.train.task import Batch, MadeTask, MeteredTask, Source, Task, Varied
 
 
 class Samples(Dataset):
@@ -129,7 +130,7 @@ class Trainer:
         stop = 0
         try:
             graphs = recording(self.stage.compile == "graphs")
-            with graphs, self._signals(), self._workers(), contextlib.closing(self._batches()) as batches:
+            with graphs, self._signals(), self._workers(), contextlib.closing(self._ready()) as batches:
                 while self.step < self.stage.steps and not stop:
                     values = self._one_step(batches, rate)
                     self.step += 1
@@ -172,9 +173,9 @@ class Trainer:
                     state[name].copy_(before)
         return model
 
-    def _one_step(self, batches: Iterator[list[Batch]], rate: float) -> dict[str, float]:
+    def _one_step(self, batches: Iterator[Ready], rate: float) -> dict[str, float]:
         start = time.perf_counter()
-        micro = distributed.filled(self.task, next(batches))
+        micro, made = next(batches)
         waited = time.perf_counter() - start
         torch.manual_seed(_seed(self.seed, self.step, distributed.rank()))
         own = [bool(indices) for indices in self._indices(self.step)]  # what is borrowed weighs nothing
@@ -184,10 +185,10 @@ class Trainer:
                 counts[name] = counts.get(name, 0) + weight * count
         counts = distributed.total(counts)
         sums = dict.fromkeys(counts, 0.0)
-        for batch, weight in zip(micro, own, strict=True):
+        for batch, weight in zip(made, own, strict=True):
             if self.stage.compile == "graphs":
                 torch.compiler.cudagraph_mark_step_begin()
-            losses = self.run({key: value.to(self.device, non_blocking=True) for key, value in batch.items()})
+            losses = self.run(batch)
             share = sum(self.task.weights[k] * v / max(counts[k], 1) for k, v in losses.items())
             assert isinstance(share, Tensor)
             # Gradients are averaged over the ranks, and should be summed.
@@ -228,6 +229,8 @@ class Trainer:
         """Mean losses of the live model (and of the average, where one is kept) on the sources it is judged on; every
         rank reads them all, since all must take part in every pass."""
         model, values = self.task.model, {}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # samples of the next step are being made, of the same tables
         model.eval()
         kinds: dict[str, contextlib.AbstractContextManager] = {"": contextlib.nullcontext()}
         if self.ema is not None:
@@ -270,6 +273,22 @@ class Trainer:
         """The indices that this rank reads: its own, or, since it must run too, one borrowed from the first rank."""
         size = self.stage.batch // self.stage.accumulate
         return [ids or [step * self.stage.batch + m * size] for m, ids in enumerate(self._indices(step))]
+
+    def _ready(self) -> Generator[Ready, None, None]:
+        """Every step's samples, on the device."""
+        step = self.step
+
+        def make(micro: list[Batch]) -> list[Batch]:
+            nonlocal step
+            sent = [{key: value.to(self.device, non_blocking=True) for key, value in batch.items()} for batch in micro]
+            if isinstance(self.task, MadeTask):
+                torch.manual_seed(_seed(self.seed, step, distributed.rank(), "made"))
+                sent = [self.task.made(batch) for batch in sent]
+            step += 1
+            return sent
+
+        with contextlib.closing(self._batches()) as batches:
+            yield from ahead((distributed.filled(self.task, micro) for micro in batches), make, self.device)
 
     def _batches(self) -> Generator[list[Batch], None, None]:
         loader = DataLoader(
@@ -374,9 +393,9 @@ class Trainer:
         )
 
 
-def _seed(seed: int, step: int, rank: int) -> int:
-    """Of the random numbers that one rank draws in one step."""
-    return int.from_bytes(hashlib.blake2b(f"{seed},{step},{rank}".encode(), digest_size=8).digest())
+def _seed(seed: int, step: int, rank: int, what: str = "") -> int:
+    """Of the random numbers that one rank draws in one step, for one purpose."""
+    return int.from_bytes(hashlib.blake2b(f"{seed},{step},{rank}{what}".encode(), digest_size=8).digest())
 
 
 def _recompute(model: nn.Module) -> None:

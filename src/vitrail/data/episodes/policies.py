@@ -63,6 +63,31 @@ def wander(dials: Dials, spread: float = 0.6, keep: float = 0.9) -> Make:
     return lambda chance: Wander(chance, dials, spread, keep)
 
 
+class Seeker:
+    """Pocket: the shortest way to the coin, by what is shown, with a wrong step now and then."""
+
+    CELLS, MOVES, WALL, WALKER, COIN = 8, ((0, -1), (0, 1), (-1, 0), (1, 0)), 1, 2, 3
+
+    def __init__(self, chance: np.random.Generator, wrong: float = 0.1) -> None:
+        self.chance, self.wrong = chance, wrong
+
+    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
+        side = len(seen["labels"])
+        middle = (2 * np.arange(self.CELLS) + 1) * side // (2 * self.CELLS)
+        cells = seen["labels"][middle[:, None], middle[None]]
+        far = np.full(cells.shape, np.inf)
+        far[cells == self.COIN] = 0
+        inside = far[1:-1, 1:-1]
+        for _ in range(cells.size):  # one step further every time
+            around = np.min([far[:-2, 1:-1], far[2:, 1:-1], far[1:-1, :-2], far[1:-1, 2:]], 0) + 1
+            inside[:] = np.where(cells[1:-1, 1:-1] == self.WALL, np.inf, np.minimum(inside, around))
+        here = np.argwhere(cells == self.WALKER)
+        lost = not len(here) or self.chance.random() < self.wrong
+        if lost or np.isinf(far[tuple(here[0])]):
+            return np.array(self.chance.integers(len(self.MOVES)), np.int64)
+        return np.array(np.argmin([far[tuple(here[0] + move)] for move in self.MOVES]), np.int64)
+
+
 class Pusher:
     """PushT: walks to a place beside the block, and pushes through it, half the time towards the goal."""
 

@@ -70,6 +70,8 @@ class EpisodeSource:
                     disable=None,
                 )
                 self._held = {number: found for (number, _, _), found in zip(whole, read, strict=True)}
+            for held in (array for found in self._held.values() for array in found.values()):
+                held.setflags(write=False)  # windows are views of it: to copy each took most of the time of a batch
 
     @property
     def fingerprint(self) -> str:
@@ -93,7 +95,7 @@ class EpisodeSource:
         if number not in self._held:
             return self._read(number, start, self.config.length)
         held = self._held[number]
-        return {name: a[start : stop - (name in ("actions", "rewards"))].copy() for name, a in held.items()}
+        return {name: a[start : stop - (name in ("actions", "rewards"))] for name, a in held.items()}
 
     def _read(self, number: int, start: int, length: int) -> dict[str, np.ndarray]:
         return self.episodes.window(number, start, length, self.config.fields)

@@ -128,8 +128,9 @@ class SceneSource:
 
 
 def by_source(samples: Sequence[Asked]) -> dict[str, Tensor]:
-    """Numbers grouped by the source they belong to: what a batch of scenes is before it is drawn."""
+    """Numbers grouped by the source they belong to: what a batch of scenes is before it is drawn. Sources are in the
+    order of their names, since a step is compiled anew for every other order."""
     found: dict[str, list[int]] = {}
     for name, index in samples:
         found.setdefault(name, []).append(index)
-    return {name: torch.tensor(numbers) for name, numbers in found.items()}
+    return {name: torch.tensor(numbers) for name, numbers in sorted(found.items())}

@@ -1,6 +1,6 @@
 """How well a world answers to what is done in it: control, meaning of its actions, and drift.
 
-B videos, T frames, C channels, H, W pixels, K codes, A controls
+B videos, T frames, C channels, H, W pixels, K codes, A controls, D features of a frame
 """
 
 from typing import NamedTuple
@@ -10,14 +10,21 @@ from torch import Tensor
 
 from vitrail.errors import DataError
 from vitrail.evals.metrics.estimate import Estimate, estimate
+from vitrail.evals.metrics.frechet import Network, features
 from vitrail.evals.metrics.similarity import psnr
+
+MOST = 60.0  # dB: what frames without a difference count as. An error of half a level in every byte is 54
+
+
+def decibels(true: Tensor, drawn: Tensor) -> Tensor:
+    """PSNR of frames (B, C, H, W) → (B,), of equal ones `MOST`: where nothing moved, a mean would be infinite."""
+    return psnr(true, drawn).clamp_max(MOST)
 
 
 def delta_psnr(true: Tensor, inferred: Tensor, random: Tensor) -> Tensor:
     """Genie's Δ_tPSNR, (B,) in dB: how much nearer to the true frame (B, C, H, W) the one drawn by the actions that
     were taken is than the one drawn by random actions. 0: actions change nothing, or nothing for the better."""
-    by_inferred, by_random = psnr(true, inferred), psnr(true, random)
-    return torch.where(by_inferred == by_random, 0.0, by_inferred - by_random)  # two without error have no difference
+    return decibels(true, inferred) - decibels(true, random)
 
 
 class Purity(NamedTuple):
@@ -56,4 +63,27 @@ def drift(true: Tensor, drawn: Tensor) -> list[Estimate]:
     """PSNR of every frame of a rollout (B, T, C, H, W) against what really followed: how fast a world leaves it."""
     if true.ndim != 5 or true.shape != drawn.shape:
         raise DataError(f"videos of {tuple(true.shape)} and {tuple(drawn.shape)}", "give two (B, T, C, H, W)")
-    return [estimate(f"psnr@{t}", psnr(true[:, t - 1], drawn[:, t - 1])) for t in range(1, true.shape[1] + 1)]
+    return [estimate(f"psnr@{t}", decibels(true[:, t - 1], drawn[:, t - 1])) for t in range(1, true.shape[1] + 1)]
+
+
+# ---- videos as sets -----------------------------------------------------------------------------------------------
+
+
+class Pixels:
+    """A network that is none: every frame as 4 × 4 colours, in levels of a byte. It needs no weights, and sees where
+    something is but not what."""
+
+    name, side = "pixels4", 4
+
+    def __call__(self, pixels: Tensor, /) -> Tensor:
+        return 127.5 * pixels.flatten(1)
+
+
+def clip_features(clips: Tensor, network: Network) -> Tensor:
+    """uint8 (B, T, C, H, W) → (B, 2·D): what the frames show, and how much that changes from each to the next, both on
+    average. A network of single frames sees motion so; it is not I3D, and distances are named after it."""
+    if clips.ndim != 5 or clips.shape[1] < 2:
+        raise DataError(f"clips of shape {tuple(clips.shape)}", "give (B, T, C, H, W), two frames or more")
+    B, T = clips.shape[:2]
+    seen = features(clips.flatten(0, 1), network).view(B, T, -1)
+    return torch.cat([seen.mean(1), seen.diff(dim=1).abs().mean(1)], 1)

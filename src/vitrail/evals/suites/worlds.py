@@ -10,8 +10,7 @@ from torch import Tensor
 
 from vitrail.errors import DataError
 from vitrail.evals.metrics.estimate import Estimate, estimate
-from vitrail.evals.metrics.similarity import psnr
-from vitrail.evals.metrics.worlds import Purity, delta_psnr, drift, purity
+from vitrail.evals.metrics.worlds import Purity, decibels, delta_psnr, drift, purity
 from vitrail.generate.rollout import Rolling, roll
 from vitrail.models.genie import Genie
 
@@ -51,8 +50,8 @@ def judge_world(
     kept = model.codec.bytes(model.codec.reconstruct(pixels)).to(video.device)
     found = None if model.latent is None or controls is None else purity(actions, controls.to(actions.device))
     return WorldReport(
-        estimate("codec psnr", psnr(video.flatten(0, 1), kept.flatten(0, 1)).view(B, T).mean(1)),
-        estimate(f"still psnr@{AT}", psnr(video[:, AT], video[:, 0])),
+        estimate("codec psnr", decibels(video.flatten(0, 1), kept.flatten(0, 1)).view(B, T).mean(1)),
+        estimate(f"still psnr@{AT}", decibels(video[:, AT], video[:, 0])),
         estimate(f"Δpsnr@{AT}", delta_psnr(video[:, AT], drawn[:, AT - 1], strayed)),
         drift(video[:, 1:], drawn),
         found,

@@ -8,7 +8,7 @@ import numpy as np
 
 from vitrail.data.episodes.draw import draw_pusht
 from vitrail.data.episodes.episode import Actions, Choices, Dials
-from vitrail.data.episodes.policies import Driver, Make, Pusher, sticky, wander
+from vitrail.data.episodes.policies import Driver, Make, Pusher, Seeker, sticky, wander
 
 
 class World(NamedTuple):
@@ -51,7 +51,7 @@ WORLDS: dict[str, World] = {
         licence="Apache-2.0",
         packages=(),
         actions=WALK,
-        policies={"random": sticky(WALK, again=0.5)},
+        policies={"random": sticky(WALK, again=0.5), "seeker": Seeker},
         rate=5,
         steps=100,
         side=32,
@@ -120,6 +120,11 @@ WORLDS: dict[str, World] = {
     ),
 }
 
+WORLDS["pocket-curtain"] = WORLDS["pocket"]._replace(
+    says="the same with a curtain before the wall: who stands in the gap is out of sight",
+    options=("curtain",),
+    labels=(*WORLDS["pocket"].labels, "curtain"),
+)
 WORLDS["coinrun-hard"] = WORLDS["coinrun"]._replace(
     says="CoinRun (procgen) in its hard mode, in every look that the game has",
     options=("hard",),

@@ -1,0 +1,110 @@
+"""`vitrail play`: a world in the browser, under the keys."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from vitrail.errors import CheckpointError, ConfigError
+
+WORLD = "mini-world"  # the world that ships with the package
+TRAIN = "vitrail train untested/genie-coinrun --out out/genie"
+
+
+def play(
+    model: str | None = None,
+    /,
+    *,
+    world: str | None = None,
+    picture: str | None = None,
+    episodes: Path | None = None,
+    steps: int = 2,
+    temperature: float = 1.0,
+    players: int = 4,
+    port: int = 0,
+    open: Annotated[bool, Parameter(negative="--no-open")] = True,
+    device: str | None = None,
+) -> None:
+    """Play in a world model, in the browser.
+
+    Example: vitrail play out/genie/final --world coinrun --episodes out/episodes/coinrun
+
+    Example: vitrail play --world pocket
+
+    The page is served to this machine alone, and asks nothing of any other. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    model
+        The folder of a world model; mini-world unless given, where the package came with its weights, or no model
+        where --world is given.
+    world
+        A simulator to play beside the model under the same keys, or alone: pocket, coinrun, doom, … One that needs
+        packages gets an environment of its own the first time.
+    picture
+        A picture to start from.
+    episodes
+        A folder of recorded episodes, which give pictures to start from, and tell what the arrows are to the model.
+    steps
+        Passes that draw a frame.
+    temperature
+        0 takes what is likeliest.
+    players
+        Pages that may play at once, each in a world of its own.
+    port
+        0 is any that is free.
+    open
+        Whether to open the page.
+    device
+        cpu, cuda, …; a GPU if there is one.
+    """
+    # Threads of torch that wait for each other by spinning take the cores from the browser, and from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        from vitrail.play.server import listen, make_server
+    except ImportError as error:
+        raise ConfigError(
+            f"playing needs a server, and {error.name} is missing", "pip install 'vitrail[play]'"
+        ) from None
+    from vitrail.hub.configs import shipped
+    from vitrail.play import Playground
+    from vitrail.play.controls import choices
+    from vitrail.play.game import Arcade
+
+    if world is not None:
+        choices(world)
+    if model is None and world is None and WORLD not in shipped():
+        raise CheckpointError(
+            f"no weights of {WORLD} came with this copy of Vitrail",
+            f"train some ({TRAIN}) and give out/genie/final, or play a simulator alone: vitrail play --world pocket",
+        )
+    name = model or (WORLD if world is None else None)
+    if name is None and (picture is not None or episodes is not None):
+        raise ConfigError("--picture and --episodes are for a model, and there is none", "name a model's folder")
+    playground = None if name is None else Playground.load(name, device=device)
+    if playground is not None and episodes is not None:
+        playground = playground.with_episodes(episodes)
+    arcade = Arcade(
+        playground,
+        world,
+        title=name or f"{world}, the simulator",
+        picture=picture,
+        steps=steps,
+        temperature=temperature,
+        players=players,
+    )
+    arcade.check()
+    with listen(port) as link:
+        address = f"http://127.0.0.1:{link.getsockname()[1]}/"
+        print(f"{address}  (Ctrl-C ends it)", flush=True)
+        if open:
+            import webbrowser
+
+            webbrowser.open(address)
+        try:
+            make_server(arcade).run(sockets=[link])
+        except KeyboardInterrupt:  # the server has said goodbye to everyone
+            print()
+        finally:
+            arcade.close()

@@ -1,0 +1,165 @@
+"""Parts of the report that were measured in their own ways: rates of codecs, experiments over tokens, divergence and
+what bottlenecks keep. Each is None where no file has it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from vitrail.evals.metrics import Estimate
+from vitrail.evals.suites.reconstruction import Row
+from vitrail.lab.costs import measure
+from vitrail.lab.information import Line
+from vitrail.lab.origin import caption
+from vitrail.lab.report_files import Files, checked, each
+from vitrail.show.information import Place, draw_information
+from vitrail.show.page import Number, drawing, fold, table
+from vitrail.show.rates import draw_rates
+from vitrail.show.scaling import Fitted, draw_laws, draw_ways
+
+# ---- rates ------------------------------------------------------------------------------------------------------
+
+
+def rates(files: Files) -> list[str] | None:
+    """Runs that compare codecs: files of them, several in one, or beside the table of a sweep."""
+    body: list[str] = []
+    for kind in ("rates", "sweep"):
+        for file, data in files.found[kind].items():
+            body += checked(
+                file, lambda file=file, data=data: [part for run in _runs(data) for part in _run(run, file)]
+            )
+    return body or None
+
+
+def _runs(data: Any) -> Sequence[Mapping[str, Any]]:
+    return data.get("runs", data.get("compared", [data] if "rows" in data else []))
+
+
+def _run(run: Mapping[str, Any], file: Path) -> list[str]:
+    rows = [_row(plain) for plain in run["rows"]]
+    size = f", {run['side']} pixels wide" if run.get("side") else ""
+    title = f"{run['data']}, {rows[0].pictures:,} pictures{size}"
+    label = f"Quality over bits a pixel of {len(rows)} codecs and settings, on {title}"
+    scores = dict.fromkeys(name for row in rows for name in row.scores)
+    cells = [[row.name, *(_score(row.scores.get(name)) for name in scores)] for row in rows]
+    about = run["origin"]
+    return [
+        drawing(draw_rates(rows, title), label, caption(title, about, file)),
+        fold(f"Numbers: {title}", [table(("", *scores), cells, caption(title, about, file))]),
+    ]
+
+
+def _row(plain: Mapping[str, Any]) -> Row:
+    scores = {name: _estimate(name, one) for name, one in plain["scores"].items()}
+    about = {key: plain[key] for key in ("name", "kind", "pictures", "pixels", "device", "equal")}
+    return Row(**about, scores=scores, use=(), read=(), missing={}, about={})
+
+
+def _estimate(name: str, one: Mapping[str, Any]) -> Estimate:
+    """null stands for what is infinite."""
+    value = math.inf if one["value"] is None else float(one["value"])
+    low, high = one["interval"]
+    return Estimate(name, value, (-math.inf if low is None else low, math.inf if high is None else high), one["of"])
+
+
+def _score(one: Estimate | None) -> str:
+    if one is None:
+        return "–"
+    low, high = one.interval
+    ends = f" [{low:.4g}, {high:.4g}]" if math.isfinite(low) and math.isfinite(high) and low < high else ""
+    return Number(f"{one.value:.4g}{ends}", one.value)
+
+
+# ---- experiments, divergence and information --------------------------------------------------------------------
+
+
+@each("experiment")
+def experiment(file: Path, data: Any) -> list[str]:
+    """Runs of `vitrail scaling run`: mean scores by kind and way, the laws' exponents, and what they answer."""
+    about, counts = data.get("origin", {}), sorted({one["tokens"] for one in data["scores"]})
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    rows = []
+    for kind, way in dict.fromkeys((one["kind"], one["way"]) for one in data["scores"]):
+        same = [one for one in data["scores"] if (one["kind"], one["way"]) == (kind, way)]
+        by = {n: mean(v) for n in counts if (v := [one["value"] for one in same if one["tokens"] == n])}
+        lines.setdefault(kind, {})[way] = list(by.items())
+        law = data["laws"].get(way, {}).get(kind)
+        alpha = "–"
+        if law and "alpha" in law["parameters"]:
+            low, high = law["intervals"]["alpha"]
+            alpha = Number("{:+.4f} [{:+.4f}, {:+.4f}]".format(value := law["parameters"]["alpha"], low, high), value)
+        rows.append([kind, way, *(Number(f"{by[n]:.1%}", by[n]) if n in by else "–" for n in counts), alpha])
+    answers = [
+        [
+            name,
+            Number("{value:+.4f} [{low:+.4f}, {high:+.4f}]".format(**one), one["value"]),
+            str(one["of"]),
+            one["sign"],
+        ]
+        for name, one in data["contrasts"].items()
+    ]
+    title = f"{file.stem}: share of questions answered over visual tokens"
+    return [
+        drawing(
+            draw_ways(lines, "How many visual tokens", "share of questions answered, mean over seeds"),
+            "A panel a kind of question: the share answered over visual tokens, a line a way to make them",
+            caption(title, about, file),
+        ),
+        table(
+            ("kind", "way", *(f"{n} tokens" for n in counts), "α"),
+            rows,
+            caption(f"{title}, means over seeds", about, file),
+        ),
+        table(
+            ("question", "answer", "runs", "sign"), answers, caption(f"{file.stem}: what the runs answer", about, file)
+        ),
+    ]
+
+
+@each("divergence")
+def divergence(file: Path, data: Any) -> list[str]:
+    columns, about = data["columns"], data.get("origin", {})
+    length = len(columns["D"])
+    steps = [n for n in (2**i for i in range(length.bit_length())) if n <= length]
+    rows = [[str(n), *("–" if c[n - 1] is None else f"{c[n - 1]:.4g}" for c in columns.values())] for n in steps]
+    said = f"{data['model']}: λ {data['lambda']:.4g}, λ/(√2·M) {data['tightness']:.3f}, {data['pairs']} pairs"
+    points = [(float(n), columns["D"][n - 1]) for n in steps]
+    curve = [(float(n), d) for n, d in enumerate(columns["λ√Υ"], 1) if d is not None]
+    drawn = draw_laws(
+        [Fitted(str(data["model"]), said, points, curve)], "Divergence over tokens", "dots D, line its law"
+    )
+    return [
+        drawing(
+            drawn, f"D of {data['model']} over tokens as dots, and the fitted law as a line", caption(said, about, file)
+        ),
+        table(("n", *columns), rows, caption(f"Divergence of {data['model']}", about, file)),
+    ]
+
+
+@each("information")
+def information(file: Path, data: Any) -> list[str]:
+    lines = [Line.read(line) for line in data["lines"]]
+    truths, about = list(lines[0].readings), data.get("origin", {})
+    places, rows = [], []
+    for one in lines:
+        read = {name: (r.value, r.interval, r.blind) for name, r in one.readings.items()}
+        places.append(Place(one.name, one.after, one.tokens, one.width, one.bits, read))
+        rows.append([
+            one.name, f"{one.tokens:,} × {one.width:,}", measure(one.bits, "bit"),
+            Number(f"{one.ratio:.4g}", one.ratio), measure(one.at_most, "bit"),
+            Number(f"{one.rank:.1f} of {one.bound:,}", one.rank),
+            Number(f"{one.spread:.1f}", one.spread),
+            "–" if one.dimension is None else Number(f"{one.dimension:.1f}", one.dimension),
+            *(Number(f"{read[t][0]:.1%} [{read[t][1][0]:.1%}, {read[t][1][1]:.1%}]", read[t][0]) for t in truths),
+        ])  # fmt: skip
+    title = f"{data['model']} on {data.get('data', 'pictures')}"
+    heads = ("bottleneck", "tokens", "bits", "fewer", "at most", "rank", "spread", "dimension", *truths)
+    return [
+        drawing(
+            draw_information(places, title),
+            f"What a straight reading finds at every bottleneck of {title}",
+            caption(f"What is read: {title}", about, file),
+        ),
+        table(heads, rows, caption(f"Bottlenecks of {title}", about, file)),
+    ]

@@ -1,0 +1,121 @@
+"""What can be done in a world that is played: by which keys, and what that is to the model and to the simulator.
+
+B windows, T frames
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vitrail.config import Config
+from vitrail.data.episodes import WORLDS, Choices, EpisodesConfig, EpisodeSource
+from vitrail.errors import ConfigError, nearest
+from vitrail.evals.metrics.worlds import purity
+from vitrail.models.genie import Genie
+
+# Words in the names of controls, and the keys they are on, as a browser calls them.
+KEYS = {"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "ahead": "ArrowUp", "down": "ArrowDown"}
+NOTHING = "nothing"
+DIGITS = 9
+WINDOWS, LENGTH = 256, 8  # from how much it is learned what controls are to a model
+
+
+class Controls(Config):
+    """
+    world   the simulator whose controls these are, a row of `data.episodes.WORLDS`
+    codes   which action of the model each control is, by the control's name; the others do nothing in the model
+    repeat  steps of the simulator that an action of the model lasts
+    """
+
+    world: str
+    codes: dict[str, int] = {}
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise ConfigError(f"actions that last {self.repeat} steps", "repeat them at least once")
+        names = choices(self.world)
+        for name in self.codes:
+            if name not in names:
+                raise ConfigError(f"{self.world} has no control {name!r}", nearest(name, names))
+
+
+class Action(NamedTuple):
+    """`keys` are held together; without any it is what happens while none is held. `code` is what it is to the model,
+    `control` what it is to the simulator, where it is anything."""
+
+    name: str
+    keys: tuple[str, ...]
+    code: int | None
+    control: int | None
+
+
+def choices(world: str) -> tuple[str, ...]:
+    """The names of a world's controls, where there are a few to choose from."""
+    if world not in WORLDS:
+        raise ConfigError(f"there is no world {world!r}", nearest(world, playable()))
+    actions = WORLDS[world].actions
+    if not isinstance(actions, Choices):
+        raise ConfigError(f"{world} is steered by dials, and keys are on or off", f"known: {', '.join(playable())}")
+    return actions.names
+
+
+def playable() -> list[str]:
+    return [name for name, world in WORLDS.items() if isinstance(world.actions, Choices)]
+
+
+def own_controls(model: Genie, world: str, repeat: int = 1) -> Controls:
+    """Of a model that was trained on known controls: they are those of the world, in the same order."""
+    names = choices(world)
+    if model.latent is not None:
+        return Controls(world=world, repeat=repeat)
+    if len(names) != model.actions:
+        raise ConfigError(f"the model has {model.actions} controls, and {world} {len(names)}", "name its own world")
+    return Controls(world=world, codes={name: i for i, name in enumerate(names)}, repeat=repeat)
+
+
+@torch.no_grad()
+def learn_controls(model: Genie, folder: str) -> Controls:
+    """For every control that was used in recorded episodes, the latent action that was found most often where it was
+    used. A control is called by the same action as another where the model does not tell them apart."""
+    source = EpisodeSource(EpisodesConfig(folder=folder, length=LENGTH, stride=LENGTH, part="all", hold=0))
+    world, repeat = source.episodes.manifest.world, source.episodes.manifest.repeat
+    if model.latent is None:
+        return own_controls(model, world, repeat)
+    names = choices(world)
+    every = max(1, len(source) // WINDOWS)
+    windows = [source[item] for item in range(0, len(source), every)][:WINDOWS]
+    video = torch.from_numpy(np.stack([window["frames"] for window in windows])).movedim(-1, 2)  # (B, T, C, H, W)
+    if tuple(video.shape[-2:]) != model.codec.size:
+        H, W = model.codec.size
+        raise ConfigError(
+            f"{folder} has frames of {video.shape[-2]} × {video.shape[-1]}, and the model reads {H} × {W}",
+            "give the episodes that it was trained on",
+        )
+    found = torch.cat([model.infer(model.codec.pixels(some)) for some in video.split(16)]).cpu()
+    used = torch.from_numpy(np.stack([window["actions"] for window in windows]))  # (B, T − 1)
+    counts = purity(found, used).counts  # (codes, controls), as far as they were seen
+    codes = {names[i]: int(row.argmax()) for i, row in enumerate(counts.T) if row.any()}
+    return Controls(world=world, codes=codes, repeat=repeat)
+
+
+def offered(model: Genie | None, controls: Controls | None, simulator: bool) -> list[Action]:
+    """All that can be done: latent actions on digits, controls on the arrows. Keys of other games are left out."""
+    made: list[Action] = []
+    if model is not None and (model.latent is not None or controls is None):
+        on = [(f"Digit{i + 1}",) if i < DIGITS else () for i in range(model.actions)]
+        made += [Action(str(i + 1), on[i], i, None) for i in range(model.actions)]
+    if controls is None:
+        return made
+    for i, name in enumerate(choices(controls.world)):
+        words = name.split()
+        code, control = None if model is None else controls.codes.get(name), i if simulator else None
+        if (code, control) != (None, None) and (name == NOTHING or all(word in KEYS for word in words)):
+            made.append(Action(name, () if name == NOTHING else tuple(KEYS[word] for word in words), code, control))
+    return made
+
+
+def idle(actions: list[Action]) -> int | None:
+    """The number of what is done while no key is held; without one, time stands still meanwhile."""
+    return next((i for i, action in enumerate(actions) if action.name == NOTHING), None)

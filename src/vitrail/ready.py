@@ -1,0 +1,31 @@
+"""`vitrail.load`: whatever a folder holds, ready to hand."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail import studio
+from vitrail.errors import ConfigError
+from vitrail.hub import configs
+from vitrail.models.genie import GenieConfig
+from vitrail.play import Playground
+
+
+def load(
+    name_or_path: str | Path = studio.MINI, *, template: str | None = None, device: str | torch.device | None = None
+) -> Any:
+    """A `Playground` for a world model, a `Studio` for a unified model, a `Talker` for a vision-language model, to
+    which a chat template may be named."""
+    if not plays(name_or_path):
+        return studio.load(name_or_path, template=template, device=device)
+    if template is not None:
+        raise ConfigError(f"{name_or_path} is no VLM and has no use for a chat template", "leave the template out")
+    return Playground.load(name_or_path, device=device)
+
+
+def plays(name_or_path: str | Path) -> bool:
+    """Whether a folder holds a world model. No weight is read."""
+    if name_or_path in (studio.MINI, studio.MINI_VLM):
+        return False
+    return isinstance(configs.read_config(name_or_path), GenieConfig)

@@ -1,0 +1,53 @@
+"""The script that times worlds, with a tiny one: its shapes are those it says, and it comes to its end."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitrail.lab.systems import genie_dynamics
+from vitrail.models.genie import Genie
+
+PERF = Path(__file__).parents[2] / "perf"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(PERF))
+    return importlib.import_module("world")
+
+
+def count(part: torch.nn.Module) -> int:
+    return sum(p.numel() for p in part.parameters())
+
+
+def test_the_shapes_are_the_published_ones(script):
+    with torch.device("meta"):
+        large, small = (Genie(script.SHAPES[name].config()) for name in ("11b", "1b"))
+        ledger = count(genie_dynamics(2048))
+    assert count(large.dynamics) == pytest.approx(ledger, rel=0.001) == pytest.approx(10.1e9, rel=0.01)
+    assert count(small.dynamics) == pytest.approx(1e9, rel=0.03)
+    assert count(large.codec) == pytest.approx(200e6, rel=0.1)
+    assert large.config.codec.grid == (23, 40) and large.config.dynamics.transformer.memory == 16
+
+
+def test_a_wrong_cache_is_not_timed(script, monkeypatch):
+    assert script.difference(script.built(script.TINY), script.TINY) < 1e-5
+    monkeypatch.setattr(script, "difference", lambda model, shape: float("nan"))
+    found = script.row(script.TINY, 1e9)
+    assert "frames" not in found and "differs" in found["wrong"]
+
+
+def test_the_whole_script(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["world.py", "--tiny", "--out", str(tmp_path / "out.json")])
+    monkeypatch.setattr(script, "bandwidth", lambda: 1e9)
+    script.main()
+    found = json.loads((tmp_path / "out.json").read_text())["figures"]["tiny"]
+    assert set(found["frames"]) == {"3 steps", "2 steps"}
+    for steps, frame in found["frames"].items():
+        least = found["floor"][f"{steps}_ms"]
+        assert frame["cached"]["share_of_floor"] == pytest.approx(least / frame["cached"]["frame_ms"])
+        assert frame["cached"]["speedup_on_recomputing"] > 0

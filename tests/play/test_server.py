@@ -1,0 +1,449 @@
+"""The page's server: what is asked is answered, rubbish is refused and does no harm, and no other site may ask."""
+
+import io
+import json
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+pytest.importorskip("starlette")
+
+import httpx2 as httpx
+from starlette.websockets import WebSocketDisconnect
+
+import worlds
+from play.arcades import SOCKET, Page, client, playground
+from vitrail.data.episodes import WORLDS
+from vitrail.data.episodes.worlds.pocket import Simulator
+from vitrail.errors import ConfigError, DataError
+from vitrail.play import Controls, game, messages, server
+from vitrail.play.game import Arcade
+from vitrail.play.server import PAGE, listen, make_server
+
+BESIDE = Controls(world="pocket", codes={"left": 3, "right": 1, "up": 0})
+
+
+def file_of(picture: Image.Image, kind: str = "PNG", **how) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **how)
+    return out.getvalue()
+
+
+def soon(is_so) -> bool:
+    """Whether it comes to be so, in the end."""
+    for _ in range(500):
+        if is_so():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# ---- playing ----------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_those_of_the_model():
+    made = playground()
+    with Page(client(Arcade(made, steps=2))) as page:
+        frame, (seen,) = page.reset(start=1, seed=5)
+        assert (frame.step, frame.seed, frame.start) == (0, 5, 1)
+        drawn = [page.step(name)[1][0] for name in ("8", "1", "3")]
+    world = made.rollout(2)
+    first = world.start(made.starts[1:2].movedim(-1, 1), seed=5)
+    wanted = [first, *(world.step(torch.tensor([action])) for action in (7, 0, 2))]
+    assert all(np.array_equal(a, b[0].movedim(0, -1)) for a, b in zip([seen, *drawn], wanted, strict=True))
+
+
+def test_a_seed_is_a_world_and_is_told():
+    with Page(client(Arcade(playground()))) as page:
+        first = page.reset()[0].seed
+        again = page.reset(seed=first)
+        drawn = [page.step("2")[1][0] for _ in range(3)]
+        page.reset(seed=first)
+        assert again[0].seed == first
+        assert all(np.array_equal(a, page.step("2")[1][0]) for a in drawn)
+
+
+def test_a_simulator_beside_the_model_answers_to_the_same_keys():
+    made = playground(controls=BESIDE)
+    with Page(client(Arcade(made, "pocket"))) as page:
+        assert page.hello["views"] == ["model", "pocket"] and page.hello["idle"] is None
+        frame, (_, real) = page.reset("real", seed=3)
+        own = Simulator(worlds.SIDE)
+        assert np.array_equal(real, own.reset(3)["frame"])
+        world = made.rollout(2)
+        shown = [world.start(torch.from_numpy(real.copy()).movedim(-1, 0)[None], seed=3)]
+        for name, code, control in (("right", 1, 1), ("up", 0, 2), ("left", 3, 0)):
+            frame, (model, real) = page.step(name)
+            shown.append(world.step(torch.tensor([code])))
+            assert np.array_equal(real, own.step(control)[0]["frame"])
+            assert np.array_equal(model, shown[-1][0].movedim(0, -1))
+        frame, (model, still) = page.step("5")  # a latent action is the model's alone
+        assert np.array_equal(still, real) and not np.array_equal(model, shown[-1][0].movedim(0, -1))
+        frame, (same, real) = page.step("down")  # nobody knows what down is to the model
+        assert np.array_equal(same, model) and np.array_equal(real, own.step(3)[0]["frame"]) and frame.step == 5
+
+
+def test_a_simulator_alone_until_its_end():
+    with Page(client(Arcade(world="pocket"))) as page:
+        assert page.hello["views"] == ["pocket"] and page.hello["most_bytes"] == 0
+        page.reset("real", seed=0)
+        own = Simulator(32)
+        own.reset(0)
+        names, ended = ("left", "right", "up", "down"), False
+        chance = np.random.default_rng(0)
+        for _ in range(3000):
+            control = int(chance.integers(4))
+            frame, (seen,) = page.step(names[control])
+            wanted, _, ended = own.step(control)
+            assert np.array_equal(seen, wanted["frame"]) and frame.views[0].ended == ended
+            if ended:
+                break
+        assert ended and frame.views[0].reward == 1.0
+        frame, (after,) = page.step("left")  # nothing moves behind the end
+        assert np.array_equal(after, seen) and frame.views[0].reward == 1.0
+        assert not page.reset("real", seed=0)[0].views[0].ended
+
+
+def test_actions_last_as_long_as_those_that_were_learned_from():
+    made = playground(controls=Controls(world="pocket", codes={"right": 1}, repeat=2))
+    with Page(client(Arcade(made, "pocket"))) as page:
+        assert page.hello["rate"] == 2.5
+        page.reset("real", seed=3)
+        own = Simulator(worlds.SIDE)
+        own.reset(3)
+        own.step(1)
+        assert np.array_equal(page.step("right")[1][1], own.step(1)[0]["frame"])
+
+
+def test_a_simulator_that_stops_is_told_of_and_opened_again(monkeypatch):
+    arcade = Arcade(world="pocket")
+    with Page(client(arcade)) as page:
+        page.reset("real", seed=0)
+        monkeypatch.setattr(Simulator, "step", lambda self, action: (_ for _ in ()).throw(DataError("it stopped")))
+        page.socket.send_text('{"do": "step", "action": 0}')
+        assert "it stopped" in page.error()
+        monkeypatch.undo()
+        page.socket.send_text('{"do": "step", "action": 0}')
+        assert "reset" in page.error()
+        page.reset("real", seed=0)
+        page.step("left")
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "size"),
+    [("PNG", "RGBA", (1, 1)), ("JPEG", "L", (301, 7)), ("WEBP", "RGB", (40, 900)), ("GIF", "P", (64, 64))],
+)
+def test_a_picture_of_ones_own(kind, mode, size):
+    made, picture = playground(starts=0), Image.effect_noise(size, 90).convert(mode)
+    more = {"save_all": True, "append_images": [picture.rotate(90)]} if kind == "GIF" else {}
+    data = file_of(picture, kind, **more)
+    with Page(client(Arcade(made))) as page:
+        assert page.hello["choices"] == []
+        page.socket.send_bytes(data)
+        frame, (seen,) = page.frame()
+        with Image.open(io.BytesIO(data)) as read:
+            ground = Image.new("RGBA", read.size, "white")
+            flat = Image.alpha_composite(ground, read.convert("RGBA")).convert("RGB")
+        wanted = made.rollout().start(made.fit(flat).movedim(-1, 0)[None])
+        assert frame.start == "picture" and np.array_equal(seen, wanted[0].movedim(0, -1))
+        page.step("1")
+        assert np.array_equal(page.reset("picture")[1][0], seen)  # it is kept
+
+
+def test_pictures_that_cannot_be_are_refused(monkeypatch):
+    monkeypatch.setattr(game, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(game, "MOST_PIXELS", 10_000)
+    whole = file_of(Image.effect_noise((90, 90), 90))
+    with Page(client(Arcade(playground()))) as page:
+        _, before = page.reset(seed=1)
+        for data, says in (
+            (b"", "empty"),
+            (b"<svg/>", "not a picture"),
+            (whole[:500], "corrupt"),
+            (file_of(Image.new("RGB", (101, 100))), "10,000 pixels at most"),
+            (bytes(20_001), "20,000 at most"),
+            (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
+        ):
+            page.socket.send_bytes(data)
+            told = page.error()
+            assert says in told and "--" not in told
+        page.socket.send_text('{"do": "reset", "start": "picture"}')
+        assert "picture" in page.error()  # none of them was kept
+        assert np.array_equal(page.reset(seed=1)[1][0], before[0])
+    with Page(client(Arcade(world="pocket"))) as page:
+        page.socket.send_bytes(whole)
+        assert "only a model" in page.error()
+
+
+def test_a_picture_given_at_the_start_is_where_everyone_starts():
+    made, picture = playground(), Image.effect_noise((30, 20), 90)
+    with Page(client(Arcade(made, picture=picture))) as page:
+        assert page.hello["choices"] == ["picture", "any"]
+        wanted = made.rollout().start(made.fit(picture).movedim(-1, 0)[None])
+        assert np.array_equal(page.reset("picture")[1][0], wanted[0].movedim(0, -1))
+
+
+# ---- rubbish ----------------------------------------------------------------------------------------------------
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+some = json_like | st.integers(0, 9) | st.sampled_from(["any", "real", "picture", 2**31 - 1, 2**31, 2**64, 1.0])
+near = st.fixed_dictionaries(
+    {"do": st.sampled_from(["step", "reset", "x", 1])}, optional=dict.fromkeys(["action", "start", "seed"], some)
+)
+rubbish = st.one_of(st.text(max_size=40), json_like.map(json.dumps), near.map(json.dumps))
+
+
+def accepted(text: str) -> bool:
+    """Whether a message is one, by the page's own account of the protocol."""
+    try:
+        said = json.loads(text, parse_constant=lambda name: 1 / 0)
+    except (ValueError, ZeroDivisionError, RecursionError):
+        return False
+    if not isinstance(said, dict):
+        return False
+
+    def number(value):
+        return type(value) is int and 0 <= value < messages.SEEDS
+
+    if said.get("do") == "step":
+        return set(said) == {"do", "action"} and number(said["action"])
+    if said.get("do") != "reset" or not {"do", "start"} <= set(said) <= {"do", "start", "seed"}:
+        return False
+    seed, start = said.get("seed"), said["start"]
+    return (seed is None or number(seed)) and (start in ("real", "picture", "any") or number(start))
+
+
+@settings(deadline=None, max_examples=300)
+@given(rubbish)
+def test_only_messages_are_read(text):
+    try:
+        messages.read(text)
+    except DataError as error:
+        assert not accepted(text) and error.problem and error.remedy
+    else:
+        assert accepted(text)
+
+
+def test_rubbish_does_no_harm():
+    """Whatever is said, there is one answer, and the next who asks properly gets a frame as if nothing had been."""
+    arcade = Arcade(playground())
+    with client(arcade) as http, Page(http) as page, Page(http) as other:
+        page.reset(seed=1)
+        other.reset(seed=1)
+
+        @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+        @given(rubbish.filter(lambda text: not accepted(text)) | st.binary(max_size=60))
+        def throw(said):
+            (page.socket.send_bytes if isinstance(said, bytes) else page.socket.send_text)(said)
+            page.error()
+
+        throw()
+        page.socket.send_text(json.dumps({"do": "step", "action": 99}))
+        assert "no action 99" in page.error()
+        page.socket.send_text(json.dumps({"do": "reset", "start": 3}))
+        assert "0 … 2" in page.error()
+        page.socket.send_text(json.dumps({"do": "step", "action": 0, "x": "a" * 2000}))
+        assert "2,0" in page.error()
+        page.socket.send_text("[" * 900)
+        page.error()
+        assert np.array_equal(page.step("4")[1][0], other.step("4")[1][0])
+
+
+def test_a_world_that_has_not_begun_cannot_go_on():
+    for arcade in (Arcade(playground()), Arcade(world="pocket")):
+        with Page(client(arcade)) as page:
+            page.socket.send_text('{"do": "step", "action": 0}')
+            assert "reset" in page.error()
+
+
+# ---- players ----------------------------------------------------------------------------------------------------
+
+
+def test_players_do_not_disturb_each_other():
+    arcade = Arcade(playground())
+    with client(arcade) as http, Page(http) as alone:
+        alone.reset(seed=1)
+        wanted = [alone.step("3")[1][0] for _ in range(3)]
+        with Page(http) as one, Page(http) as two:
+            one.reset(seed=1)
+            for frame in wanted:
+                two.reset(seed=9)
+                assert np.array_equal(one.step("3")[1][0], frame)
+                two.step("7")
+
+
+def test_there_is_room_for_so_many():
+    arcade = Arcade(playground(), players=2)
+    with client(arcade) as http:
+        with Page(http) as one, Page(http):
+            one.reset()
+            with http.websocket_connect(SOCKET) as third:
+                told = json.loads(third.receive_text())
+                assert told["is"] == "error" and "room for 2" in told["problem"]
+                with pytest.raises(WebSocketDisconnect) as closed:
+                    third.receive_text()
+                assert closed.value.code == server.FULL
+            one.step("1")
+        assert soon(lambda: not arcade.players)
+        with Page(http) as page:
+            page.reset()
+
+
+def test_sockets_that_drop_free_what_they_had(monkeypatch):
+    closed = []
+    monkeypatch.setattr(game.Real, "close", lambda self: closed.append(self))
+    arcade = Arcade(playground(), "pocket", players=1)
+
+    def play_and_drop(http) -> game.Game:
+        with Page(http) as page:
+            page.reset("real")
+            (mine,) = arcade.players
+            for _ in range(5):  # and leave without waiting for the answers
+                page.socket.send_text('{"do": "step", "action": 0}')
+        return mine
+
+    with client(arcade) as http:
+        for _ in range(3):
+            mine = play_and_drop(http)
+            assert soon(lambda mine=mine: not arcade.players and mine.rollout is None and mine.real in closed)
+
+
+def test_a_simulator_in_a_process_of_its_own_leaves_with_its_player(monkeypatch):
+    own = WORLDS["pocket"]._replace(packages=(f"numpy=={np.__version__}",))  # which is here, so that no other is made
+    monkeypatch.setitem(WORLDS, "pocket", own)
+    arcade = Arcade(world="pocket")
+    with client(arcade) as http:
+        with Page(http) as page:
+            _, (seen,) = page.reset("real", seed=4)
+            assert np.array_equal(seen, Simulator(32).reset(4)["frame"])
+            page.step("left")
+            (mine,) = arcade.players
+            process = mine.real.simulator.process
+            assert process.poll() is None
+            process.kill()
+            page.socket.send_text('{"do": "step", "action": 0}')
+            assert "stopped" in page.error()
+            page.reset("real", seed=4)
+            process = mine.real.simulator.process
+        assert soon(lambda: process.poll() is not None and not arcade.players)
+
+
+# ---- who may ask ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "may"),
+    [
+        ("127.0.0.1:8000", None, True),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", True),
+        ("localhost:9", "http://localhost:9", True),  # through a tunnel
+        ("[::1]:8000", "http://[::1]:8000", True),
+        ("127.0.0.1:8000", "http://localhost:8000", False),
+        ("127.0.0.1:8000", "http://127.0.0.1:8001", False),  # another page of this machine
+        ("127.0.0.1:8000", "https://127.0.0.1:8000", False),
+        ("127.0.0.1:8000", "https://evil.example", False),
+        ("127.0.0.1:8000", "null", False),
+        ("127.0.0.1:8000", "", False),
+        ("evil.example:8000", "http://evil.example:8000", False),  # a name that was made to mean the loopback
+        ("evil.example:8000", None, False),
+        ("localhost.evil.example", None, False),
+        ("localhost@evil.example", None, False),
+        ("[::1", None, False),
+        ("", None, False),
+    ],
+)
+def test_no_other_site_may_ask(host, origin, may):
+    arcade = Arcade(playground())
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    with client(arcade) as http:
+        assert http.get("/", headers=headers).status_code == (200 if may else 403)
+        if may:
+            with Page(http, headers=headers) as page:
+                page.reset()
+        else:
+            with pytest.raises(WebSocketDisconnect), Page(http, headers=headers):
+                pass
+        assert soon(lambda: not arcade.players)
+
+
+def test_the_page_is_whole_in_itself():
+    with client(Arcade(playground())) as http:
+        home = http.get("/")
+        policy = home.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+        assert home.headers["x-content-type-options"] == "nosniff" and "text/html" in home.headers["content-type"]
+        linked = re.findall(r'(?:src|href)="(.+?)"', home.text)
+        for name in linked + [path.name for path in PAGE.glob("*.js")]:
+            answer = http.get(f"/{name}")
+            assert answer.status_code == 200 and answer.headers["content-security-policy"] == policy
+            assert (
+                "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in answer.text
+            )
+            for other in re.findall(r'from "\./(.+?)"', answer.text):
+                assert (PAGE / other).is_file()
+        for path in ("/server.py", "/../server.py", "/%2e%2e/server.py", "/page", "/play"):
+            assert http.get(path).status_code == 404
+        assert http.post("/").status_code == 405
+        with pytest.raises(WebSocketDisconnect), http.websocket_connect(f"{SOCKET}/other"):
+            pass
+
+
+# ---- a real server ----------------------------------------------------------------------------------------------
+
+
+def test_a_real_server_is_on_the_loopback_and_ends_when_told():
+    arcade = Arcade(world="pocket")
+    with listen(0) as link:
+        running = make_server(arcade)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [link]})
+        thread.start()
+        host, port = link.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            listen(port)
+        try:
+            assert httpx.get(f"http://127.0.0.1:{port}/").status_code == 200
+            from websockets.sync.client import connect
+
+            with connect(f"ws://127.0.0.1:{port}/play") as socket:
+                assert json.loads(socket.recv())["title"] == "pocket"
+                socket.send('{"do": "reset", "start": "real", "seed": 1}')
+                frame, _ = messages.unpack(socket.recv())
+                assert frame.seed == 1
+                running.should_exit = True  # with a player there
+                thread.join(10)
+                assert not thread.is_alive()
+        finally:
+            running.should_exit = True
+            thread.join(10)
+    arcade.close()
+    assert soon(lambda: not arcade.players)
+
+
+def test_what_cannot_be_played_is_said():
+    with pytest.raises(ConfigError, match="nothing to play"):
+        Arcade()
+    with pytest.raises(ConfigError, match="0 players"):
+        Arcade(world="pocket", players=0)
+    with pytest.raises(ConfigError, match="0 passes"):
+        Arcade(playground(), steps=0)
+    with pytest.raises(ConfigError, match="2 controls, and pocket 4"):
+        Arcade(playground(latent=False), "pocket")
+    with pytest.raises(ConfigError, match="only a model"):
+        Arcade(world="pocket", picture=Image.new("RGB", (8, 8)))
+    with pytest.raises(ConfigError, match="cannot be had"):
+        listen(70_000)

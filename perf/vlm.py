@@ -366,7 +366,7 @@ def row(family: str, config: Any, size: Size, copy: float, ways: dict[str, dict[
 
 
 def told(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def show(what: str, figures: Any) -> None:
@@ -377,6 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", choices=["llava", "qwen3_vl"], help="one of the two models")
     parser.add_argument("--peers", type=float, help="seconds for transformers' ways of a model, all together")
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
@@ -386,6 +387,8 @@ def main() -> None:
     result: dict[str, Any] = {"copy_bytes_per_s": copy}
     # What is stopped in the midst of its work may leave the device unusable, so all ways of transformers come last.
     for family, config, ways in (("llava", llava, {"sdpa": {}}), ("qwen3_vl", qwen3_vl, WAYS)):
+        if arguments.only not in (None, family):
+            continue
         try:
             result[family] = row(family, config(arguments.tiny), size, copy, ways)
         except Exception as error:  # the other model is measured all the same

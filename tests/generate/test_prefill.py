@@ -13,7 +13,7 @@ from helpers import randomize, relative
 from vitrail.errors import ConfigError
 from vitrail.generate import GREEDY, captured, prefill
 from vitrail.generate.captured import Captured, CapturedStep
-from vitrail.generate.seen import Seeing, rows, write
+from vitrail.generate.seen import Seeing, rows, stream, write
 from vitrail.models.vlm import VLM
 from vitrail.stream import build, words
 
@@ -59,7 +59,7 @@ def test_captured_words_are_the_plain_ones(name, graphs, monkeypatch):
     model = randomize(VLM(CASES[name]), 3, 0.3).eval()
     prompts = [asked(model, seed) for seed in range(4)]
     fast = [write(model, *prompt, max_new=9, sampling=GREEDY) for prompt in prompts]
-    assert len(graphs) == 1 + (name in GRAPHED)  # the step, and the second of these prompts
+    assert len(graphs) == 1 + 2 * (name in GRAPHED)  # the step, and the second of these prompts: looking, and reading
     monkeypatch.undo()
     plain = [write(model, *prompt, max_new=9, sampling=GREEDY) for prompt in prompts]
     assert [[one.ids for one in row] for row in fast] == [[one.ids for one in row] for row in plain]
@@ -93,14 +93,12 @@ def test_another_kind_of_prompt_or_moved_weights_are_no_graph_of_this_one(graphs
     write(model, longer, model.prepare(pictures()[2:]), max_new=2, sampling=GREEDY)
     assert len(graphs) == 1
     write(model, streams, shown, max_new=2, sampling=GREEDY)
-    assert len(graphs) == 2
+    assert len(graphs) == 3
     fresh = {name: weight.clone() for name, weight in model.tower.state_dict().items()}
     model.tower.load_state_dict(fresh, assign=True)
-    write(model, streams, shown, max_new=2, sampling=GREEDY)
-    assert len(graphs) == 2
     for _ in range(2 * prefill.KEPT):
         write(model, streams, shown, max_new=2, sampling=GREEDY)
-    assert len(graphs) == 3
+    assert len(graphs) == 5
 
 
 def test_graphs_do_not_keep_a_model_alive(graphs, monkeypatch):
@@ -142,7 +140,8 @@ def test_the_pass_leaves_the_host_alone(name):
     spot = prefill._lay(model, rows(streams), [shown, None], torch.device("meta"))
     cache = model.decoder.cache(3, 128)
     with Still():
-        assert prefill._logits(model, spot, cache).shape == (3, 61)
+        prefill._look(model, spot, seen := {})
+        assert prefill._logits(model, spot, seen, cache).shape == (3, 61)
     with pytest.raises(AssertionError, match="to the device"), Still():
         torch.ones(3).to("meta")
 
@@ -168,7 +167,49 @@ def test_blocks_of_a_kind_are_compiled_once(name, graphs, monkeypatch):
     prompts = [asked(model, seed) for seed in range(3)]
     fast = [write(model, *prompt, max_new=5, sampling=GREEDY, compiled=True) for prompt in prompts]
     assert len(made) == 2  # a block of the tower, and one of the decoder
-    assert len(graphs) == 2
+    assert len(graphs) == 3
     plain = [write(model, *prompt, max_new=5, sampling=GREEDY) for prompt in prompts]
     assert [[one.ids for one in row] for row in fast] == [[one.ids for one in row] for row in plain]
     assert len(made) == 2
+
+
+def test_what_moved_is_noticed():
+    model = VLM(CASES["qwen3"]).eval()
+    held = captured.Pinned(model.tower, model.connector)
+    assert held.hold()
+    first = next(model.tower.parameters())
+    with torch.no_grad():
+        first.mul_(2)
+    assert held.hold()  # another value in the same place
+    before, first.data = first.data, first.data.clone()
+    assert not held.hold()
+    first.data = before
+    assert held.hold()
+    for change in (
+        lambda: model.tower.load_state_dict({k: v.clone() for k, v in model.tower.state_dict().items()}, assign=True),
+        lambda: setattr(model.tower, "beside", torch.nn.Identity()),
+        lambda: setattr(model.tower.blocks[0], "mlp", torch.nn.Identity()),
+        lambda: model.connector.register_parameter("more", torch.nn.Parameter(torch.ones(1))),
+    ):
+        held = captured.Pinned(model.tower, model.connector)
+        assert held.hold()
+        change()
+        assert not held.hold()
+
+
+def test_a_look_that_was_begun_is_used_once(graphs):
+    """Two prompts that begin to look one after the other, and are then read: each reads what it saw itself."""
+    model = randomize(VLM(CASES["llava"]), 3, 0.3).eval()
+    prompts = [asked(model, seed) for seed in range(4)]
+    wanted = [[one.ids for one in write(model, *prompt, max_new=6, sampling=GREEDY)] for prompt in prompts]
+    _, looking, _ = graphs  # the step, and what reads
+    looks = []
+    replay = looking.replay
+    looking.replay = lambda: (looks.append(1), replay())
+    again = [[one.ids for one in write(model, *prompt, max_new=6, sampling=GREEDY)] for prompt in prompts]
+    assert again == wanted and len(looks) == 4
+    begun = [stream(model, *prompt, max_new=6, sampling=GREEDY) for prompt in prompts[:2]]
+    told = list(map(list, begun))
+    for pieces, ids in zip(told, wanted[:2], strict=True):
+        assert [[piece.id for piece in pieces if piece.row == row] for row in range(len(ids))] == ids
+    assert len(looks) == 4 + 4  # the first was overtaken and looked again, and so overtook the second

@@ -149,16 +149,42 @@ def _argmax(logits: Tensor) -> Tensor:
 _KEPT: "WeakKeyDictionary[Decoder, Captured]" = WeakKeyDictionary()
 
 
-def addresses(*modules: nn.Module) -> tuple[int, ...]:
-    """Where weights lie: a graph reads them there, whatever the model's names point to by now. By hand, since this is
-    asked before every prompt and `parameters()` takes a millisecond."""
-    found: list[int] = []
-    left = list(modules)
-    while left:
-        module = left.pop()
-        found += [p.data_ptr() for p in module._parameters.values() if p is not None]
-        left += [child for child in module._modules.values() if child is not None]
-    return tuple(found)
+def kept(model: Decoder) -> "Captured | None":
+    """The model's last stepper, whether or not it still fits."""
+    return _KEPT.get(model)
+
+
+class Pinned:
+    """Where the weights of modules lie: a graph reads them there, whatever the model's names point to by now.
+
+    Asked before every prompt, and so it looks every name up again instead of walking the tree, which takes several
+    times as long.
+    """
+
+    def __init__(self, *modules: nn.Module):
+        self._tables: list[tuple[dict[str, Any], int]] = []  # of parts and of weights, and how many each holds
+        self._parts: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        self._weights: list[tuple[dict[str, Any], str]] = []
+        left = list(modules)
+        while left:
+            parts, weights = (module := left.pop())._modules, module._parameters
+            self._tables += [(table, len(table)) for table in (parts, weights)]
+            self._parts += [(parts, name, part) for name, part in parts.items()]
+            self._weights += [(weights, name) for name in weights]
+            left += [part for part in parts.values() if part is not None]
+        self._places = self._found()
+
+    def hold(self) -> bool:
+        """Whether all are where they were."""
+        return (
+            all(len(table) == size for table, size in self._tables)
+            and all(table.get(name) is part for table, name, part in self._parts)
+            and self._found() == self._places
+        )
+
+    def _found(self) -> list[int | None]:
+        weights = [table.get(name) for table, name in self._weights]
+        return [None if weight is None else weight.data_ptr() for weight in weights]
 
 
 def _unfit(model: Decoder) -> str | None:
@@ -184,7 +210,7 @@ class Captured(Eager):
     compiled = False
 
     def __init__(self, model: Decoder, rows: int, capacity: int):
-        self.weights = addresses(model)
+        self.weights = Pinned(model)
         self.cache = model.cache(rows, capacity)
         self.captured = CapturedStep(model, self.cache, compiled=self.compiled)
         self.captured.capture()
@@ -195,13 +221,13 @@ class Captured(Eager):
     @classmethod
     def of(cls, model: Decoder, rows: int, capacity: int) -> "Captured":
         """The model's last stepper if it fits, emptied; capturing anew costs as much as a hundred tokens."""
-        kept = _KEPT.get(model)
-        fits = type(kept) is cls and len(kept.cache.lengths) == rows and kept.cache.capacity >= capacity
-        if kept is None or not fits or kept.weights != addresses(model):
-            kept = _KEPT[model] = cls(model, rows, max(512, 1 << (capacity - 1).bit_length()))
-        kept.cache.clear()
-        kept.captured.stand([0] * rows)
-        return kept
+        last = kept(model)
+        fits = type(last) is cls and len(last.cache.lengths) == rows and last.cache.capacity >= capacity
+        if last is None or not fits or not last.weights.hold():
+            last = _KEPT[model] = cls(model, rows, max(512, 1 << (capacity - 1).bit_length()))
+        last.cache.clear()
+        last.captured.stand([0] * rows)
+        return last
 
     def step(self, ids: Tensor) -> Tensor:
         return self.captured(ids)

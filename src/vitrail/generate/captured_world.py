@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.generate.captured import addresses, graph_of
+from vitrail.generate.captured import Pinned, graph_of
 from vitrail.generate.rollout import Rolling, Rollout
 from vitrail.models.genie import Genie
 from vitrail.nn import FrameRing, Frames
@@ -24,7 +24,7 @@ class Recorded(NamedTuple):
     reads: tuple[Tensor, Tensor, Tensor]
     writes: tuple[Tensor, Tensor]
     memory: tuple[Frames, Frames]
-    weights: tuple[int, ...]
+    weights: Pinned
 
 
 class CapturedRollout(Rollout):
@@ -58,9 +58,7 @@ class CapturedRollout(Rollout):
         """A graph reads weights and memory where they lay when it was made."""
         same = all(a is b for a, b in zip(found.memory, (self.past, self.shown), strict=True))
         return (
-            same
-            and all(a.shape == b.shape for a, b in zip(found.reads, given, strict=True))
-            and (found.weights == addresses(self.model))
+            same and all(a.shape == b.shape for a, b in zip(found.reads, given, strict=True)) and found.weights.hold()
         )
 
     def _record(self, given: tuple[Tensor, Tensor, Tensor]) -> Recorded:
@@ -84,7 +82,7 @@ class CapturedRollout(Rollout):
         with _compiled(blocks):
             graph = graph_of(draw, rehearse)
         self.codes = given[2]
-        return Recorded(graph, reads, (frame, ids), memory, addresses(self.model))
+        return Recorded(graph, reads, (frame, ids), memory, Pinned(self.model))
 
 
 @contextmanager

@@ -1,13 +1,13 @@
-"""A whole prompt of a vision-language model as one CUDA graph: tower, connector and decoder without the host.
+"""A whole prompt of a vision-language model as two CUDA graphs: what looks, and what reads, without the host.
 
 At batch 1 a prompt is a thousand small launches, and the host is slower at them than the GPU at the work. Prompts that
-differ in ids and pixels alone (one question about many pictures of a size) are one graph, made the second time such a
-prompt comes.
+differ in ids and pixels alone (one question about many pictures of a size) share their graphs, made the second time
+such a prompt comes.
 
 B rows, L tokens of the longest stream, N picture tokens, W width, V vocabulary, G key/value heads, D head width
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -18,8 +18,8 @@ from torch import Tensor
 from vitrail.backbones.fusion import DeepStackConfig, PrefixConfig, Stacked
 from vitrail.connectors import MergerConfig, ProjectorConfig
 from vitrail.encoders import PackedViT, ViT
-from vitrail.generate.captured import Captured, addresses, graph_of
-from vitrail.models.vlm import SEEN, VLM, Shown
+from vitrail.generate.captured import Captured, Pinned, graph_of, kept
+from vitrail.models.vlm import SEEN, VLM, Seen, Shown
 from vitrail.nn import Block, KVCache, Plan
 from vitrail.stream import Batch, merge
 
@@ -30,20 +30,38 @@ Given = Sequence[Shown | None]
 """Pictures and videos."""
 
 
-def prefilled(model: VLM, batch: Batch, shown: Given, steps: Captured) -> Tensor | None:
+def prefilled(model: VLM, batch: Batch, shown: Given, steps: Captured, looked: "Looked | None" = None) -> Tensor | None:
     """Logits (B, V) of the next tokens, of rows that the steps' cache then holds; None where the prompt has to go
-    through the model itself: its kind is new, or is none that a graph can be made of."""
+    through the model itself: its kind is new, or none that a graph can be made of. `looked` is what `glance` gave."""
     if not _fits(model, batch):
         return None
-    known, kind = steps.prefills, (*_kind(batch, shown), *_weights(model))
+    known, kind = steps.prefills, _kind(model, batch, shown)
     met, found = kind in known, known.pop(kind, None)
-    if met and found is None:
+    if met and (found is None or not found.weights.hold()):
         with compiled_blocks(model) if steps.compiled else nullcontext():
             found = CapturedPrefill(model, batch, shown, steps.cache)
     known[kind] = found  # the last used is the last forgotten
     if len(known) > KEPT:
         del known[next(iter(known))]
-    return None if found is None else found(batch, shown)
+    return None if found is None else found(batch, shown, looked)
+
+
+class Looked(NamedTuple):
+    """Whose look was begun, and which of its looks it was: another prompt may have looked since."""
+
+    by: "CapturedPrefill"
+    number: int
+
+
+def glance(model: VLM, shown: Given) -> Looked | None:
+    """Begin to look, if pictures of these shapes were looked at before: a GPU does it while the host lays the prompt
+    out, which takes about as long."""
+    steps = kept(model.decoder)
+    asked = _shapes(shown)
+    for found in reversed([] if steps is None else list(steps.prefills.values())):
+        if found is not None and found.shapes == asked and found.weights.hold():
+            return found.look(shown)
+    return None
 
 
 @contextmanager
@@ -61,25 +79,52 @@ def compiled_blocks(model: VLM) -> Iterator[None]:
 
 
 class CapturedPrefill:
-    """`prefill(batch, shown)` → logits (B, V), for prompts of one kind; they live in one buffer. It keeps no model."""
+    """`prefill(batch, shown)` → logits (B, V), for prompts of one kind; they live in one buffer. It keeps no model.
+
+    Tower and connector are one graph, the decoder another, so that the first can begin before the words are there.
+    """
 
     def __init__(self, model: VLM, batch: Batch, shown: Given, cache: KVCache):
-        self.cache, self.longest = cache, max(batch.lengths)
-        self.laid = laid = _lay(model, batch, shown, cache.k.device)  # the graph reads these: they have to stay
+        self.cache, self.longest, self.shapes = cache, max(batch.lengths), _shapes(shown)
+        self.weights = Pinned(model.tower, model.connector, model.stack)  # the steps look after the decoder's
+        self.laid = laid = _lay(model, batch, shown, cache.k.device)  # the graphs read these: they have to stay
         head = torch.zeros(len(laid.rows), model.config.decoder.vocab, dtype=cache.k.dtype, device=cache.k.device)
-        self.logits = head
-        self.graph = graph_of(lambda: head.copy_(_logits(model, laid, cache)))
+        self.logits, self.seen, self.looks = head, {}, 0  # what was seen, and how often it was looked
+        seen, there = self.seen, any(one is not None for one in laid.shown)
+        self.looking = graph_of(lambda: _look(model, laid, seen)) if there else None
+        self.reading = graph_of(lambda: head.copy_(_logits(model, laid, seen, cache)))
 
-    def __call__(self, batch: Batch, shown: Given) -> Tensor:
-        self.laid.batch.ids.copy_(batch.ids)
+    def look(self, shown: Given) -> Looked:
         for mine, one in zip(self.laid.shown, shown, strict=True):
             if mine is not None and one is not None:
                 mine.pixels.copy_(one.pixels)
-        self.graph.replay()
+        if self.looking is not None:
+            self.looking.replay()
+        self.looks += 1
+        return Looked(self, self.looks)
+
+    def __call__(self, batch: Batch, shown: Given, looked: Looked | None = None) -> Tensor:
+        if looked is None or looked.by is not self or looked.number != self.looks:
+            self.look(shown)
+        self.laid.batch.ids.copy_(batch.ids)
+        self.reading.replay()
         cache = self.cache
         cache.lengths, cache.filled = self.laid.lengths.clone(), self.longest
         cache.even = len(set(batch.lengths)) == 1
         return self.logits
+
+
+def _look(model: VLM, laid: "_Laid", seen: dict[str, Seen]) -> None:
+    """What is seen goes where the decoder's graph finds it: into the tensors of the first time."""
+    for feed, one in zip(SEEN, laid.shown, strict=True):
+        if one is None:
+            continue
+        made = model.look(one)
+        if feed not in seen:
+            seen[feed] = Seen([x.clone() for x in made.blocks], [[x.clone() for x in depth] for depth in made.depths])
+        for mine, new in zip((seen[feed].blocks, *seen[feed].depths), (made.blocks, *made.depths), strict=True):
+            for to, x in zip(mine, new, strict=True):
+                to.copy_(x)
 
 
 class _Laid(NamedTuple):
@@ -111,11 +156,10 @@ def _lay(model: VLM, batch: Batch, shown: Given, device: torch.device) -> _Laid:
     )
 
 
-def _logits(model: VLM, laid: _Laid, cache: KVCache) -> Tensor:
-    """What `VLM.hidden` makes of an empty cache, and then its head, without asking the device for anything or bringing
-    anything to it: (B, V)"""
+def _logits(model: VLM, laid: _Laid, seen: Mapping[str, Seen], cache: KVCache) -> Tensor:
+    """What `VLM.hidden` makes of what was seen and an empty cache, and then its head, without asking the device for
+    anything or bringing anything to it: (B, V)"""
     decoder, fills = model.decoder, laid.batch.fills
-    seen = {feed: model.look(one) for feed, one in zip(SEEN, laid.shown, strict=True) if one is not None}
     tables = {} if model.newline is None else {"newline": model.newline}
     blocks = {feed: one.blocks for feed, one in seen.items()}
     x = merge(decoder.embed(laid.batch.ids), blocks | tables, laid.batch)  # (B, L, W)
@@ -146,17 +190,15 @@ class _SlabLayer(NamedTuple):
         return k, v
 
 
-def _kind(batch: Batch, shown: Given) -> tuple[Any, ...]:
-    """All of a prompt but its ids and pixels."""
-    shapes = tuple(None if one is None else (one.shapes, one.pixels.shape) for one in shown)
+def _shapes(shown: Given) -> tuple[Any, ...]:
+    return tuple(None if one is None else (one.shapes, one.pixels.shape) for one in shown)
+
+
+def _kind(model: VLM, batch: Batch, shown: Given) -> tuple[Any, ...]:
+    """All of a prompt but its ids and pixels, and where the one weight lies that is nobody's part."""
     laid = (batch.kinds, batch.positions, batch.source, batch.row)
-    return batch.lengths, shapes, *(x.numpy().tobytes() for x in laid)
-
-
-def _weights(model: VLM) -> tuple[int, ...]:
-    """Where they lie; the steps look after the decoder's."""
-    own = () if model.newline is None else (model.newline.data_ptr(),)
-    return own + addresses(model.tower, model.connector, model.stack)
+    newline = None if model.newline is None else model.newline.data_ptr()
+    return batch.lengths, newline, _shapes(shown), *(x.numpy().tobytes() for x in laid)
 
 
 def _fits(model: VLM, batch: Batch) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.generate import text
 from vitrail.generate.captured import Captured, Compiled, capturable
-from vitrail.generate.prefill import prefilled
+from vitrail.generate.prefill import Looked, glance, prefilled
 from vitrail.generate.text import MakeStepper, Piece, Written
 from vitrail.models.looking import LookingVLM, Views
 from vitrail.models.vlm import VLM, Shown
@@ -39,9 +39,10 @@ class Seeing:
         capacity: int | None = None,
         *,
         compiled: bool = False,
+        looked: Looked | None = None,
     ):
         device, count = model.decoder.embed.weight.device, len(streams)
-        self.model, self.batch = model, _placed(rows(streams), device)
+        self.model, self.batch, self.looked = model, rows(streams), looked
         self.shown: Any = (pictures,) if isinstance(model, LookingVLM) else (pictures, videos)
         behind = torch.stack([stream.positions.max() for stream in streams]) + 1  # (B,)
         self.next = behind[:, None].to(device)  # (B, 1)
@@ -53,16 +54,17 @@ class Seeing:
         self.cache = model.decoder.cache(count) if self.captured is None else self.captured.cache
 
     def prefill(self, ids: Tensor, counts: Tensor) -> Tensor:
-        if counts.tolist() != list(self.batch.lengths):
+        if len(counts) != len(self.batch.lengths):  # the counts themselves are on the device, which is not asked
             raise ConfigError(
-                f"prompts of {counts.tolist()} tokens for streams of {list(self.batch.lengths)}",
+                f"{len(counts)} prompts for {len(self.batch.lengths)} streams",
                 "guidance has no negative streams: leave it out",
             )
         if self.captured is not None and isinstance(self.model, VLM):
-            logits = prefilled(self.model, self.batch, self.shown, self.captured)
+            logits = prefilled(self.model, self.batch, self.shown, self.captured, self.looked)
             if logits is not None:
                 return logits
-        hidden = self.model.hidden(self.batch, *self.shown, cache=self.cache)  # (B, L, W)
+        batch = _placed(self.batch, self.next.device)
+        hidden = self.model.hidden(batch, *self.shown, cache=self.cache)  # (B, L, W)
         return self.model.decoder.logits(hidden[torch.arange(len(counts), device=counts.device), counts - 1])
 
     def step(self, ids: Tensor) -> Tensor:
@@ -76,7 +78,8 @@ class Seeing:
 def rows(streams: Sequence[Stream]) -> Batch:
     """One sample a row, in their order, where `pack` would lay short ones side by side."""
     longest = max(map(len, streams), default=0)
-    batch, lengths = pack([_padded(stream, longest) for stream in streams], longest), tuple(map(len, streams))
+    even = [stream if len(stream) == longest else _padded(stream, longest) for stream in streams]
+    batch, lengths = pack(even, longest), tuple(map(len, streams))
     there = torch.arange(longest) < torch.tensor(lengths)[:, None]  # (B, L)
     return replace(batch, lengths=lengths, segments=torch.where(there, batch.segments, -1))
 
@@ -110,8 +113,8 @@ def write(
     """Go on with each stream. `pictures` are those of all streams, in their order; `how` is what `text.generate` takes
     besides, negative prompts aside. `compiled`: what is captured on a GPU is compiled first, which takes tens of
     seconds and pays where prompts of a kind come many times."""
-    ids = [stream.ids.tolist() for stream in streams]
-    return text.generate(model.decoder, ids, stepper=_maker(model, streams, pictures, videos, compiled), **how)
+    stepper = _maker(model, streams, pictures, videos, compiled)  # which begins to look
+    return text.generate(model.decoder, [one.ids.tolist() for one in streams], stepper=stepper, **how)
 
 
 def stream(
@@ -124,8 +127,8 @@ def stream(
     **how: Any,
 ) -> Iterator[Piece]:
     """The same, token by token."""
-    ids = [one.ids.tolist() for one in streams]
-    return text.stream(model.decoder, ids, stepper=_maker(model, streams, pictures, videos, compiled), **how)
+    stepper = _maker(model, streams, pictures, videos, compiled)
+    return text.stream(model.decoder, [one.ids.tolist() for one in streams], stepper=stepper, **how)
 
 
 def _maker(
@@ -135,4 +138,7 @@ def _maker(
     videos: Shown | None,
     compiled: bool,
 ) -> MakeStepper:
-    return lambda _decoder, _rows, capacity: Seeing(model, streams, pictures, videos, capacity, compiled=compiled)
+    shown: Any = (pictures, videos)
+    looked = glance(model, shown) if isinstance(model, VLM) else None
+    more: dict[str, Any] = {"compiled": compiled, "looked": looked}
+    return lambda _decoder, _rows, capacity: Seeing(model, streams, pictures, videos, capacity, **more)

@@ -169,9 +169,7 @@ def _run(
     padded = torch.zeros(len(fed), max(map(len, fed)), dtype=torch.long)  # (B or 2B, L)
     for row, ids in zip(padded, fed, strict=True):
         row[: len(ids)] = torch.tensor(ids)
-    seen = torch.zeros(B, model.config.vocab, dtype=torch.bool, device=device)  # what each row holds
-    for row, ids in zip(seen, plan.prompts, strict=True):
-        row[[id for id in ids if id < model.config.vocab]] = True  # marks of pictures may lie beyond what is said
+    seen = None if sampling.repetition == 1 else _held(plan.prompts, model.config.vocab).to(device)  # (B, V)
 
     steps = stepper(model, len(fed), padded.shape[1] + max(plan.limits))
     logits = steps.prefill(padded.to(device), counts)
@@ -181,14 +179,23 @@ def _run(
             logits = u + guidance * (c - u)
         chance = None if dice is None else dice.roll()
         # Rows of the vocabulary that only pad the table to a round size have no text.
-        token = choose(logits[:, :known], sampling, chance, seen[:, :known])  # (B,)
+        token = choose(logits[:, :known], sampling, chance, None if seen is None else seen[:, :known])  # (B,)
         for i, id in enumerate(token.tolist()):
             if rows[i].ended is None:
                 yield Piece(i, id, rows[i].push(id), rows[i].ended)
         if all(row.ended for row in rows):
             return
-        seen.scatter_(1, token[:, None], True)
+        if seen is not None:
+            seen.scatter_(1, token[:, None], True)
         logits = steps.step(torch.cat([token, token]) if plan.negative else token)
+
+
+def _held(prompts: Sequence[Sequence[int]], vocab: int) -> Tensor:
+    """(B, V) which tokens each row holds"""
+    held = torch.zeros(len(prompts), vocab, dtype=torch.bool)
+    for row, ids in zip(held, prompts, strict=True):
+        row[[id for id in ids if id < vocab]] = True  # marks of pictures may lie beyond what is said
+    return held
 
 
 # ---- before the loop --------------------------------------------------------------------------------------------

@@ -107,6 +107,12 @@ def test_changes_may_stand_on_several_lines(text, value):
     assert data == {"key": value}
 
 
+def test_changes_stay_as_they_were_given():
+    given = {"stages.0.optim": {"lr": 1e-3}, "stages.0.optim.lr": "2e-3"}
+    recipe.read("reference", dict(given))
+    assert given == {"stages.0.optim": {"lr": 1e-3}, "stages.0.optim.lr": "2e-3"}
+
+
 def test_how_a_run_is_run_may_change_and_what_it_learns_may_not(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 400)

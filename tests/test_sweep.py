@@ -89,6 +89,47 @@ def test_how_a_run_is_run_does_not_make_it_another(quick, tmp_path):
     assert len(done) == 1
 
 
+def test_a_start_that_was_trained_anew_makes_another_run(quick, tmp_path):
+    done, test = quick
+    start = tmp_path / "tower"
+    start.mkdir()
+    (start / "model.safetensors").write_bytes(b"one")
+    changes = {"model.parts": {"blocks": {"start": str(start)}}}
+    chosen = sweep.Sweep.read({**SMALL, "variants": [{"name": "a", "changes": changes}]})
+    run = sweep.runs(chosen, tmp_path / "out")[0]
+    seen = chosen.read_recipe(run.variant, run.seed)
+    before = recipe.identity(seen, {})
+    for content, runs in ((b"one", 1), (b"one", 1), (b"two", 2)):
+        (start / "model.safetensors").write_bytes(content)
+        sweep.do(chosen, run, test)
+        assert len(done) == runs
+    assert recipe.identity(seen, {}) != before  # nor is it gone on with
+    assert list(recipe.starts(seen)) == [str(start)]
+
+
+def test_a_package_is_told_without_being_fetched(monkeypatch):
+    monkeypatch.setattr("vitrail.hub.packages.fetch", lambda *_: pytest.fail("fetched"))
+    gates = sweep.read("vlm-gates")
+    parts = {"decoder": {"start": "stories15M", "part": ""}}
+    changes = {**gates.changes, "model.parts": parts}
+    chosen = gates.with_(changes=changes, variants=gates.variants[:1])
+    [digest] = recipe.starts(chosen.read_recipe(chosen.variants[0], 0)).values()
+    assert len(digest.split()[0]) == 64
+
+
+def test_where_a_run_comes_from_is_kept_as_it_was_trained(quick, tmp_path, monkeypatch):
+    _, test = quick
+    chosen = sweep.Sweep.read({**SMALL, "seeds": [1]})
+    one, other = sweep.runs(chosen, tmp_path)
+    for run, commit in ((one, "aaa"), (other, "bbb"), (one, "ccc")):  # the last was done before
+        monkeypatch.setenv("COMMIT", commit)
+        sweep.do(chosen, run, test, device="cpu")
+    found = sweep.origins(chosen, tmp_path)
+    assert found["commit"] == "aaa, bbb" and "CPU" in found["device"] and "note" not in found
+    (one.folder / sweep.ORIGIN).unlink()
+    assert sweep.origins(chosen, tmp_path)["note"].startswith("of 1 of 2 runs")
+
+
 def test_one_bad_run_does_not_hold_up_the_others(quick, tmp_path, monkeypatch, capsys):
     _, test = quick
     monkeypatch.setattr("vitrail.cli.sweep._test", test)

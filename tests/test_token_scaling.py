@@ -11,21 +11,26 @@ from PIL import Image
 from data.scenes.conftest import drawn
 from vitrail import hub, recipe
 from vitrail.cli import scaling_run
-from vitrail.cli.scaling_run import SMOKE, _change
+from vitrail.cli.scaling_run import DECLARED, SMOKE, _change, _table, answers
 from vitrail.data.scenes.letters import BUILT_IN, word_sprites
 from vitrail.data.scenes.sprites import Atlas
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
+from vitrail.lab.contrasts import Point
+from vitrail.lab.scaling import fit
 from vitrail.lab.scores import read_scores
-from vitrail.token_scaling import ALONE, QFORMER, TOLD, Design, Experiment
+from vitrail.token_design import Design
+from vitrail.token_scaling import ALONE, CUT_FROM, QFORMER, TOLD, WITHHELD, Experiment
 
 
 def test_the_default_design(tmp_path):
     made = Experiment(Design(), tmp_path, "cpu")
     base, queries, runs = (made.sweep_of(phase) for phase in ("base", "queries", "runs"))
     assert len(base.tests) == 3 * 5 + 1  # of 64 patches no more than 64 tokens are left
-    fused, plain = (queries.read_recipe(variant, 0) for variant in queries.variants)
+    fused, alone, plain = (queries.read_recipe(variant, 0) for variant in queries.variants)
     assert fused.model.config["queries"]["first"] == plain.model.config["connector"]["queries"] == 128
     assert {part.start for part in fused.model.parts.values()} == {str(made.end("base"))}
+    assert alone.model.config["queries"] == fused.model.config["queries"] | {"question": "never"}  # from its first step
+    assert (alone.model.parts, alone.stages) == (fused.model.parts, fused.stages)
     assert set(plain.model.parts) == {"tower", "decoder"} and plain.stages[0].train == ("connector",)
     assert "decoder" not in fused.stages[0].train
     assert len(made.planned("runs")) == 6 * 3 * 3
@@ -44,6 +49,9 @@ def test_both_recipes_are_of_one_base():
     assert len(set(seeds)) == len(seeds)
     unseen, seen = queries.sources["unseen"], queries.sources["scenes"]
     assert not set(unseen.scene["vendors"]) & set(seen.scene["vendors"])
+    fonts = {font.name for font in BUILT_IN}
+    assert set(unseen.scene["fonts"]) | set(seen.scene["fonts"]) == fonts and len(unseen.scene["fonts"]) == 1
+    assert not set(unseen.scene["fonts"]) & {*seen.scene["fonts"], *base.sources["scenes"].scene["fonts"]}
     assert not set(queries.sources["unseen-named"].data) & set(queries.sources["named"].data)
     assert queries.settings(0).kinds == base.settings(1).kinds
 
@@ -58,11 +66,13 @@ def test_jobs_side_by_side_get_few_tokens_and_many(tmp_path):
 def test_other_recipes_start_anew(tmp_path):
     first = Experiment(Design(), tmp_path, "cpu")
     more = Experiment(Design(seeds=(0, 1, 2, 3), count=50), tmp_path, "cpu")
-    other = Experiment(Design(changes={"sources.scenes.seed": 5}), tmp_path, "cpu")
+    other = Experiment(Design(changes={"queries.sources.scenes.seed": 5}), tmp_path, "cpu")
     assert first.folder == more.folder != other.folder
-    assert other.base.sources["scenes"].seed == other.recipe.sources["scenes"].seed == 5
+    assert other.recipe.sources["scenes"].seed == 5 and other.base == first.base
     longer = Experiment(Design(changes={"stages.1.steps": 700}), tmp_path, "cpu")  # which the base alone has
     assert longer.base.stages[1].steps == 700 and longer.recipe == first.recipe
+    fewer = Experiment(Design(changes={"base.stages.0.steps": 70}), tmp_path, "cpu")
+    assert fewer.base.stages[0].steps == 70 and fewer.recipe == first.recipe
 
 
 @pytest.mark.parametrize(
@@ -72,6 +82,8 @@ def test_other_recipes_start_anew(tmp_path):
         ({"tokens": (8, 1, 16)}, "ascending"),
         ({"steps": 1}, "two steps"),
         ({"changes": {"stages.0.stepps": 3}}, "stages.0.stepps"),
+        ({"changes": {"base.sources.unseen.seed": 3}}, "sources.unseen.seed' in the recipe of base"),
+        ({"changes": {"stages.0.steps": 3}}, "write base.stages.0.steps or queries.stages.0.steps"),
         ({"queries": "untested/scaling-base"}, "give two recipes"),
         ({"queries": "untested/mini-vlm"}, "no model.config.queries"),
     ],
@@ -87,6 +99,31 @@ def test_a_tower_that_is_not_there_is_named(tmp_path, monkeypatch):
         scaling_run.run(out=tmp_path / "out", device="cpu")
 
 
+def test_answers_have_few_verdicts_and_one_control():
+    points = []
+    for seed in range(3):
+        for n in (1, 8, 64):
+            for kind in ("reading", "existence_random", "unanswerable_colour", "naming"):
+                share = 0.2 + 0.05 * n**0.3 + 0.01 * seed * (kind == "reading")
+                for way, more in ((TOLD, 0.1 * (kind != "naming")), (ALONE, 0), (WITHHELD, 0.01 * seed)):
+                    blind = 0.25 if kind == "existence_random" else 0.0
+                    points.append(Point(way=way, tokens=n, seed=seed, kind=kind, value=share + more, of=9, blind=blind))
+    found = answers(points)
+    assert {name for name, one in found.items() if one and one.sign} == set(DECLARED) == set(list(found)[:3])
+    assert found["with question over without question, questions that point less naming"].value == pytest.approx(0.1)
+    assert not [name for name in found if "less" in name and not name.endswith("less naming")]
+    raw, above = (found[f"α of reading − α of existence_random, {by}, {TOLD}"] for by in ("as scored", "above chance"))
+    assert abs(raw.value) < 0.02 < above.value and above.over == "numbers of tokens"
+    assert found["with question over another question, reading"] is None  # which was not tested
+
+
+def test_tables_leave_out_what_has_no_logarithm(tmp_path):
+    shares = {1: 0.0, 8: 0.25, 16: 0.5, 32: 0.5}
+    points = [Point(way=TOLD, tokens=n, seed=0, kind="reading", value=v, of=8) for n, v in shares.items()]
+    _table(points, TOLD, ["reading"], tmp_path / "scores.csv")
+    assert read_scores(tmp_path / "scores.csv")["reading"] == ((8, 16, 32), (25, 50, 50))
+
+
 @pytest.fixture
 def changes(tmp_path) -> list[str]:
     """Pictures that are drawn here, for `--smoke`."""
@@ -96,12 +133,13 @@ def changes(tmp_path) -> list[str]:
         (tmp_path / "fruit").mkdir(exist_ok=True)
         Image.new("RGB", (16, 16), "red").save(tmp_path / "fruit" / f"{name}.png")
     scene = 'scene={objects=[1, 4], inside=0.0, word=0.5, vendors=["%s"]}'
+    both = ("base.sources.scenes", "queries.sources.scenes")
     named = f'{{kind="named", data=["{tmp_path / "fruit"}"], side=16}}'
     return [
-        *(f"sources.{name}.atlas={tmp_path / 'atlas.safetensors'}" for name in ("scenes", "unseen")),
-        f"sources.scenes.{scene % 'left'}",
+        *(f"{name}.atlas={tmp_path / 'atlas.safetensors'}" for name in (*both, "sources.unseen")),
+        *(f"{name}.{scene % 'left'}" for name in both),
         f"sources.unseen.{scene % 'right'}",
-        *(f"sources.{name}={named}" for name in ("named", "unseen-named")),
+        *(f"{name}={named}" for name in ("base.sources.named", "queries.sources.named", "sources.unseen-named")),
     ]
 
 
@@ -111,6 +149,10 @@ def test_smoke_shrinks_both(changes, tmp_path):
     for one in (made.base, made.recipe):
         assert one.model.config["tower"]["block"]["width"] == 16 and one.stages[0].steps == 2
     assert not made.base.model.parts and "queries.embed" in made.parts
+    queries = made.sweep_of("queries")
+    for _ in range(2):  # what one variant lays over a table reaches no other
+        told = [queries.read_recipe(variant, 0).model.config["queries"] for variant in queries.variants]
+        assert [one and one["question"] for one in told] == ["always", "never", None]
 
 
 @pytest.mark.slow
@@ -121,7 +163,7 @@ def test_all_of_it_runs_and_goes_on(changes, tmp_path, monkeypatch, capsys):
     words = ["scaling", "run", *changes, "--out", str(out), "--smoke", "--device", "cpu"]
     app(words, exit_on_error=False)
     said = capsys.readouterr().out
-    assert "α of reading − α of existence_random, with question" in said
+    assert "α of reading − α of existence_random, above chance, with question" in said
     found = json.loads((out / "scaling.json").read_text())
     ways = {(p["way"], p["tokens"]) for p in found["scores"]}
     trained = ("with question", "without question", "Q-Former", "question withheld", "another question")
@@ -129,16 +171,35 @@ def test_all_of_it_runs_and_goes_on(changes, tmp_path, monkeypatch, capsys):
         ("all patches", 16)
     }
     kinds = {p["kind"] for p in found["scores"]}
-    assert {"reading", "naming"} < kinds and found["questions"]["naming"]["of"] == 2
-    assert read_scores(out / "scores-with-question.csv").keys() == kinds
+    assert {"reading", "naming"} < kinds and found["questions"]["naming"] == {"of": 2, "blind": 0.5}
+    for way, laws in found["laws"].items():
+        table = read_scores(out / f"scores-{way.replace(' ', '-').lower()}.csv")
+        assert table.keys() == laws.keys()
+        assert all(fit(*column).alpha == pytest.approx(laws[k]["parameters"]["alpha"]) for k, column in table.items())
     assert all(f">{kind}</text>" in (out / "scaling.svg").read_text() for kind in kinds)
 
-    design = Design.read(json.loads((out / "design.json").read_text()))
+    [file] = out.glob("*/design.json")
+    design = Design.read(json.loads(file.read_text()))
     made = Experiment(design, out, "cpu")
     base, run = hub.load(made.end("base")), made.planned("runs")[0]
     tuned = hub.load(run.folder / "final")
     assert all((a == b).all() for a, b in zip(base.decoder.parameters(), tuned.decoder.parameters(), strict=True))
     assert not list(out.rglob("checkpoints"))
+    never = hub.load(made.end("queries", 1)).config.queries
+    assert never.question == hub.load(made.start(ALONE, 4)).config.queries.question == "never"
+
+    test = run.folder / "tests" / "own.json"
+    whole = test.read_text()
+    test.write_text(json.dumps({**json.loads(whole), "scores": json.loads(whole)["scores"][1:]}))
+    with pytest.raises(DataError, match=r"1 planned tests .* 'with question 16, seed 0: own'"):
+        made.points()
+    test.write_text(whole)
+
+    start = made.start(TOLD, 4) / CUT_FROM
+    weights = start.read_text()
+    start.write_text("others")
+    Experiment(design, out, "cpu").cut()
+    assert start.read_text() == weights
 
     monkeypatch.setattr("vitrail.recipe.train", None)  # nothing is trained again, and what was not tested is
     (run.folder / "tests" / "own.json").unlink()

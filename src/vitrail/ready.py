@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vitrail import studio
-from vitrail.errors import ConfigError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import configs
 from vitrail.models.genie import GenieConfig
 from vitrail.play import Playground
@@ -28,4 +28,9 @@ def plays(name_or_path: str | Path) -> bool:
     """Whether a folder holds a world model. No weight is read."""
     if name_or_path in (studio.MINI, studio.MINI_VLM):
         return False
-    return isinstance(configs.read_config(name_or_path), GenieConfig)
+    try:
+        return isinstance(configs.read_config(name_or_path), GenieConfig)
+    except OSError as error:  # a name that is no path, a folder that may not be read
+        raise CheckpointError(
+            f"{name_or_path!s:.80} cannot be opened: {error.strerror or error}", "give the folder of a model"
+        ) from None

@@ -1,6 +1,7 @@
 """A recipe: a TOML of parts and stages, read, checked as a whole, and only then built."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import shutil
@@ -29,8 +30,11 @@ from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.data.words.pieces import Pieces
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
+from vitrail.hub.based import checksum, checksum_words
+from vitrail.hub.configs import resolve
 from vitrail.hub.families import MODELS
 from vitrail.hub.lpips import load_lpips
+from vitrail.hub.packages import PACKAGES
 from vitrail.models.clip import Contrastive
 from vitrail.models.detector import Detector
 from vitrail.models.dino import Dino
@@ -305,9 +309,9 @@ def _lay(data: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(node, list):
         if not (last.isdigit() and int(last) < len(node)):
             raise ConfigError(f"{key!r} leads nowhere in the recipe: no {last!r}")
-        node[int(last)] = value
+        node[int(last)] = copy.deepcopy(value)
     else:
-        node[last] = value
+        node[last] = copy.deepcopy(value)  # what is laid over it later is none of the caller's
 
 
 # ---- building and running ---------------------------------------------------------------------------------------
@@ -328,9 +332,24 @@ def tiny(recipe: Recipe) -> Recipe:
 HOW = ("workers", "save_every", "judge", "judge_every", "compile", "recompute")
 
 
+def starts(recipe: Recipe) -> dict[str, str]:
+    """Every model that weights or words start from, with a digest of what it holds: one that is trained anew is
+    another. What a package holds is pinned, and not fetched to be told."""
+    model, words = recipe.model, recipe.tokenizer
+    named = {part.start for part in model.parts.values()} | {model.start, None if words is None else words.start}
+    found = {}
+    for start in sorted(name for name in named if name is not None):
+        if start in PACKAGES and not Path(start).exists():
+            found[start] = " ".join(part.sha256 for part in PACKAGES[start].parts)
+        else:
+            path = resolve(start)
+            found[start] = f"{checksum(path)} {checksum_words(path)}"
+    return found
+
+
 def identity(recipe: Recipe, sources: Sources) -> str:
-    """What a run must share with the one it goes on from: the recipe, and what its sources hold."""
-    plain = recipe.plain()
+    """What a run must share with the one it goes on from: the recipe, its starts, and what its sources hold."""
+    plain: dict[str, Any] = {**recipe.plain(), **({"starts": found} if (found := starts(recipe)) else {})}
     plain["stages"] = [{k: v for k, v in stage.items() if k not in HOW} for stage in plain["stages"]]
     plain["sources"] = {name: (plain["sources"][name], source.fingerprint) for name, source in sources.items()}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

@@ -34,7 +34,7 @@ MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language mod
 TRAIN_VLM = (
     "vitrail train untested/qlip-scenes --out out/qlip-scenes && vitrail train untested/mini-vlm --out out/mini-vlm"
 )
-TRAIN = "vitrail train untested/mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
+TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
 
 
 def load(

@@ -15,13 +15,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+import torch
+
 from vitrail import recipe as recipes
 from vitrail.config import Config
 from vitrail.errors import ConfigError, nearest
 from vitrail.hub.configs import shipped
 from vitrail.hub.packages import PACKAGES
+from vitrail.lab.origin import origin
 from vitrail.lab.student import half_width
 
+ORIGIN = "origin.json"
 Test = Callable[[Path, tuple[str, ...], Path], None]
 """Test a model in a folder by the words of a suite, and write the scores into a JSON file."""
 
@@ -115,8 +119,11 @@ def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None
     mark, made_of = run.folder / "recipe.json", _made_of(chosen)
     if not mark.is_file() or mark.read_text() != made_of:
         mark.unlink(missing_ok=True)  # from here on it vouches for nothing
+        (run.folder / ORIGIN).unlink(missing_ok=True)
         shutil.rmtree(run.folder / "tests", ignore_errors=True)
         recipes.train(chosen, run.folder, device=device, quiet=True)
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        _put(run.folder / ORIGIN, json.dumps(origin(f"vitrail sweep {sweep.name}", where), indent=1))
         _put(mark, made_of)
     for stage in chosen.stages:
         shutil.rmtree(run.folder / stage.name / "checkpoints", ignore_errors=True)
@@ -128,10 +135,20 @@ def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None
 
 
 def _made_of(chosen: recipes.Recipe) -> str:
-    """What decides the weights of a run."""
-    plain = {key: value for key, value in chosen.plain().items() if key not in ("name", "says")}
+    """What decides the weights of a run: the recipe, and the weights that it starts from."""
+    plain: dict[str, Any] = {key: value for key, value in chosen.plain().items() if key not in ("name", "says")}
     plain["stages"] = [{k: v for k, v in stage.items() if k not in recipes.HOW} for stage in plain["stages"]]
-    return json.dumps(plain, sort_keys=True)
+    starts = recipes.starts(chosen)
+    return json.dumps(plain | ({"starts": starts} if starts else {}), sort_keys=True)
+
+
+def origins(sweep: Sweep, out: Path) -> dict[str, str]:
+    """Where the runs come from, as each was trained; what they differ in is told of all of them."""
+    every = [_read(run.folder / ORIGIN) for run in runs(sweep, out)]
+    keys = dict.fromkeys(key for one in every for key in one if key != "command")
+    found = {key: ", ".join(sorted({str(one[key]) for one in every if key in one})) for key in keys}
+    lost = sum(not one for one in every)
+    return found | ({"note": f"of {lost} of {len(every)} runs it is not known when they were trained"} if lost else {})
 
 
 def _put(file: Path, text: str) -> None:

@@ -2,8 +2,8 @@
 question and without, its language model frozen.
 
     base      a vision-language model that reads all patches; reductions that need no training are tested on it
-    queries   as many queries as are ever asked for, fused with the question; and a plain Q-Former with as many
-    runs      the first n queries of these, trained on: with the question, without it, and the Q-Former; each seed
+    queries   as many queries as are ever asked for: fused with the question, never told it, and a plain Q-Former's
+    runs      the first n queries of each of these three, trained on, from each seed
 
 All three are sweeps, so that the same call goes on after any death. They lie in a folder that is named after the
 recipes: others start anew.
@@ -11,9 +11,7 @@ recipes: others start anew.
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -23,65 +21,40 @@ import torch
 
 from vitrail import hub, sweep
 from vitrail import recipe as recipes
-from vitrail.config import Config
 from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
+from vitrail.hub.based import checksum
 from vitrail.lab.contrasts import Point
 from vitrail.lab.cut import cut
-from vitrail.lab.exact import Exam, look_of, untold
+from vitrail.lab.exact import NAMING, Exam, look_of, untold
 from vitrail.lab.reduced import REDUCTIONS, reduced_look
 from vitrail.models.vlm import VLM
 from vitrail.models.vlm_config import VLMConfig
 from vitrail.sweep import Sweep, Variant
+from vitrail.token_design import Design, apart
 
 Phase = Literal["base", "queries", "runs"]
 PHASES: tuple[Phase, ...] = ("base", "queries", "runs")
 
-# How a picture's tokens are made; the last four are no models of their own.
-TOLD, ALONE, QFORMER = "with question", "without question", "Q-Former"
+# How a picture's tokens are made; the last three are no models of their own.
+WAYS = TOLD, ALONE, QFORMER = "with question", "without question", "Q-Former"
 WITHHELD, ANOTHER, PATCHES = "question withheld", "another question", "all patches"
 OWN = "own"  # a test of a model as it is
-ASKED = "asked.json"
+CUT_FROM = "cut-from.txt"  # in a start: which weights it was cut from
 UNSEEN, UNSEEN_NAMED = "unseen", "unseen-named"  # sources of a recipe that models are tested on
-
-
-class Design(Config):
-    """`base` and `queries` are recipes, and `changes` are laid over whichever has the key. Every run has `steps` steps
-    behind the queries', and is asked `count` questions of each kind that those were trained on."""
-
-    base: str = "untested/scaling-base"
-    queries: str = "untested/scaling-queries"
-    tokens: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 200
-    count: int = 1000
-    changes: dict[str, Any] = {}
-
-    def __post_init__(self) -> None:
-        if len(set(self.tokens)) < 3 or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
-            raise ConfigError(f"numbers of tokens {self.tokens}", "give three or more, ascending, from 1 on")
-        if not self.seeds or self.steps < 2 or self.count < 1:
-            raise ConfigError(
-                f"{len(self.seeds)} seeds, {self.steps} steps, {self.count} questions",
-                "give a seed, two steps and a question at least",
-            )
-        if self.base == self.queries:
-            raise ConfigError(f"{self.base} is the base, and what is put on it", "give two recipes")
 
 
 class Experiment:
     def __init__(self, design: Design, out: Path, device: str | None = None):
         self.design, self.device = design, device or ("cuda" if torch.cuda.is_available() else "cpu")
-        plain = {name: recipes.read(name) for name in (design.base, design.queries)}
-        known = {name: _keys(one) for name, one in plain.items()}
-        if wrong := [key for key in design.changes if not any(key in keys for keys in known.values())]:
-            raise ConfigError(f"neither {design.base} nor {design.queries} has {wrong[0]!r}", "see their files")
-        self.changes = {name: {k: v for k, v in design.changes.items() if k in known[name]} for name in plain}
+        names = {"base": design.base, "queries": design.queries}
+        plain = {which: recipes.read(name) for which, name in names.items()}
+        self.changes = apart(design.changes, plain)
         # Copies wherever they are read: what is laid over a table that was laid before changes that table.
-        self.base, self.recipe = (recipes.read(name, deepcopy(laid)) for name, laid in self.changes.items())
-        self.parts = plain[design.queries].model.parts  # what of the base the queries begin with
+        self.base, self.recipe = (recipes.read(names[which], deepcopy(laid)) for which, laid in self.changes.items())
+        self.parts = plain["queries"].model.parts  # what of the base the queries begin with
         self.settings: Any = self.recipe.settings(-1)
         if self.recipe.model.config is None or self.recipe.model.config.get("queries") is None:
             raise ConfigError(f"{design.queries} has no model.config.queries", "give a recipe that trains fused ones")
@@ -92,6 +65,7 @@ class Experiment:
         self.folder = out / hashlib.sha256(made_of.encode()).hexdigest()[:8]
         self._sweeps: dict[Phase, Sweep] = {}
         self._planned: dict[Phase, list[sweep.Run]] = {}
+        self._is_cut = False
 
     # ---- sweeps -------------------------------------------------------------------------------------------------
 
@@ -116,7 +90,7 @@ class Experiment:
             says=self.base.says,
             recipe=self.design.base,
             seeds=(self.base.seed,),
-            changes=deepcopy(self.changes[self.design.base]),
+            changes=deepcopy(self.changes["base"]),
             variants=(Variant(name=PATCHES),),
             tests={f"{way} {n}": self._words(way, n) for way, n in ways},
         )
@@ -126,7 +100,11 @@ class Experiment:
         config = self.recipe.model_config()
         assert isinstance(config, VLMConfig) and config.queries is not None
         parts = {name: {"start": base, "part": one.part} for name, one in self.parts.items()}
-        fused = config.queries
+        fused = config.queries.with_(first=most)
+        queries = {  # whole tables, so that neither is laid over one that both share
+            way: {"model.parts": parts, "model.config.queries": fused.with_(question=question).plain()}
+            for way, question in ((TOLD, "always"), (ALONE, "never"))
+        }
         alike = {name: getattr(fused, name) for name in ("gives", "layers", "width", "heads", "hidden")}
         plain = {"kind": "qformer", "reads": config.width, "queries": most, **alike}
         qformer = {"model.config.connector": plain, "model.config.queries": None, "stages.0.train": ["connector"]}
@@ -136,9 +114,9 @@ class Experiment:
             says=self.recipe.says,
             recipe=self.design.queries,
             seeds=(self.recipe.seed,),
-            changes=deepcopy(self.changes[self.design.queries]) | {"tokenizer": {"start": base}},
+            changes=deepcopy(self.changes["queries"]) | {"tokenizer": {"start": base}},
             variants=(
-                Variant(name=TOLD, changes={"model.parts": parts, "model.config.queries.first": most}),
+                *(Variant(name=way, changes=changes) for way, changes in queries.items()),
                 Variant(name=QFORMER, changes=qformer),
             ),
         )
@@ -151,7 +129,7 @@ class Experiment:
         how |= {"stages.0.schedule": {"kind": "cosine", "warmup": steps // 10}}
         variants = []
         for n in reversed(tokens):  # by their cost, so that jobs side by side share it evenly
-            for way in (TOLD, ALONE, QFORMER):
+            for way in WAYS:
                 start = {"model": {"kind": "vlm", "start": str(self.start(way, n))}}
                 train = {"stages.0.train": ["connector"]} if way == QFORMER else {}
                 variants.append(Variant(name=f"{way} {n}", changes=start | train))
@@ -160,7 +138,7 @@ class Experiment:
             says=self.recipe.says,
             recipe=self.design.queries,
             seeds=self.design.seeds,
-            changes=deepcopy(self.changes[self.design.queries]) | {"tokenizer": {"start": str(self.end("base"))}} | how,
+            changes=deepcopy(self.changes["queries"]) | {"tokenizer": {"start": str(self.end("base"))}} | how,
             variants=tuple(variants),
             tests={way: self._words(way) for way in (OWN, WITHHELD, ANOTHER)},
         )
@@ -179,18 +157,26 @@ class Experiment:
         return self.folder / "starts" / f"{way} {tokens}".replace(" ", "-").lower()
 
     def cut(self) -> None:
-        """Write what the runs start from: the first queries of the two models that have all of them."""
-        for place, ways in enumerate(((TOLD, ALONE), (QFORMER,))):
+        """Write what the runs start from: the first queries of the three models that have all of them. What was cut
+        from other weights is cut again."""
+        if self._is_cut:
+            return
+        for place, way in enumerate(WAYS):
             folder, model = self.end("queries", place), None
-            for way, tokens in ((way, tokens) for way in ways for tokens in self.design.tokens):
+            weights = checksum(folder)
+            for tokens in self.design.tokens:
                 start = self.start(way, tokens)
-                if start.is_dir():
+                mark = start / CUT_FROM
+                if mark.is_file() and mark.read_text() == weights:
                     continue
                 model = hub.load(folder, dtype=torch.float32) if model is None else model
                 partial = start.with_name(f".partial-{start.name}")
                 shutil.rmtree(partial, ignore_errors=True)
-                hub.save(cut(model, tokens, question=way == TOLD), partial, hub.tokenizer(folder))
+                hub.save(cut(model, tokens), partial, hub.tokenizer(folder))
+                (partial / CUT_FROM).write_text(weights)
+                shutil.rmtree(start, ignore_errors=True)
                 partial.rename(start)
+        self._is_cut = True
 
     # ---- running ------------------------------------------------------------------------------------------------
 
@@ -204,7 +190,7 @@ class Experiment:
     def exam(self) -> Exam:
         scenes, named = self.recipe.sources[UNSEEN], self.recipe.sources[UNSEEN_NAMED]
         assert isinstance(scenes, ScenesConfig) and isinstance(named, NamedConfig)
-        made = Exam(
+        return Exam(
             SceneSource(scenes, open_atlas(scenes.atlas), UNSEEN),
             self.settings.kinds,
             hub.tokenizer(self.end("base")),
@@ -213,11 +199,6 @@ class Experiment:
             named=NamedSource(named, UNSEEN_NAMED),
             device=self.device,
         )
-        about = {kind: {"of": len(sheet.ids), **made.beside.get(kind, {})} for kind, sheet in made.sheets.items()}
-        partial = self.folder / f".partial-{os.getpid()}"  # others beside this one write the same
-        partial.write_text(json.dumps(about))
-        partial.replace(self.folder / ASKED)
-        return made
 
     def test(self, folder: Path, words: tuple[str, ...], file: Path) -> None:
         """What `sweep.do` asks of a model."""
@@ -241,36 +222,46 @@ class Experiment:
     # ---- results ------------------------------------------------------------------------------------------------
 
     def points(self) -> list[Point]:
-        """All scores that there are so far."""
-        known, found = self.questions(), []
+        """All scores. A planned run that lacks a test, or a test that lacks a kind, is an error."""
+        kinds, found, missing = {*self.settings.kinds, NAMING}, [], []
         for phase in ("runs", "base"):
-            for row in sweep.table(self.sweep_of(phase), self.folder / phase):
-                if row.score not in known:  # what a stage was judged by
-                    continue
-                way, tokens = _way(row.variant if phase == "runs" else row.test, row.test)
-                more: dict[str, Any] = {"kind": row.score, "of": int(known[row.score]["of"])}
-                found += [Point(way=way, tokens=tokens, seed=seed, value=v, **more) for seed, v in row.values.items()]
+            for run in self.planned(phase):
+                tested = _tested(run.folder / "tests")
+                for test, words in self.sweep_of(phase).tests.items():
+                    way, tokens = _way(run.variant.name if phase == "runs" else test, test)
+                    untold = way in (WITHHELD, ANOTHER) and not run.variant.name.startswith(TOLD)
+                    scores = tested.get(words, [])
+                    if {score["name"] for score in scores} != (set() if untold else kinds):
+                        missing.append(f"{run.name}: {test}")
+                    where: dict[str, Any] = {"way": way, "tokens": tokens, "seed": run.seed}
+                    found += [_point(score, where) for score in scores]
+        if missing:
+            raise DataError(
+                f"{len(missing)} planned tests are missing or not whole, the first is {missing[0]!r}",
+                "start the command again: it does what is left",
+            )
         return found
 
-    def questions(self) -> dict[str, dict[str, float]]:
-        """Kind → how many were asked of it, and what can be had of them without looking."""
-        file = self.folder / ASKED
-        return json.loads(file.read_text()) if file.is_file() else {}
+
+def _point(score: dict[str, Any], where: dict[str, Any]) -> Point:
+    blind = score["beside"].get("blind", 0.0)
+    return Point(kind=score["name"], value=score["value"], of=score["of"], blind=blind, **where)
+
+
+def _tested(folder: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """What was asked → the scores."""
+    found = {}
+    for file in folder.glob("*.json"):
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:  # a part of one
+            continue
+        if "asked" in data:
+            found[tuple(data["asked"])] = data["scores"]
+    return found
 
 
 def _way(name: str, test: str) -> tuple[str, int]:
     way, tokens = name.rsplit(" ", 1)
     way = PATCHES if way == OWN else test if test in (WITHHELD, ANOTHER) else way
     return way, int(tokens)
-
-
-def _keys(recipe: recipes.Recipe) -> set[str]:
-    """All dotted keys of a recipe, defaults included."""
-
-    def under(node: Any, path: str) -> Iterator[str]:
-        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
-        for key, value in items:
-            yield f"{path}{key}"
-            yield from under(value, f"{path}{key}.")
-
-    return set(under(recipe.plain(), ""))

@@ -3,11 +3,15 @@
 import pytest
 import torch
 
+from data.scenes.conftest import drawn
 from helpers import randomize
 from test_talker import words
 from vitrail.backbones.decoder import DecoderConfig
-from vitrail.cli.eval_reader import LONGEST, _talker
+from vitrail.cli.eval_common import Scenes
+from vitrail.cli.eval_reader import LONGEST, _talker, scenes_of
 from vitrail.connectors import ProjectorConfig
+from vitrail.data.scenes.letters import word_sprites
+from vitrail.data.scenes.sprites import Atlas
 from vitrail.encoders.vit import ViTConfig
 from vitrail.models.vlm import VLM
 from vitrail.models.vlm_config import VLMConfig
@@ -77,3 +81,14 @@ def test_a_vision_language_model_is_asked_side_by_side():
     together = reader.answerer(pixels, asked)
     assert len(together) == 3 and any(together)
     assert together == [reader.answerer(pixels[i : i + 1], asked[i : i + 1])[0] for i in range(3)]
+
+
+def test_scenes_are_of_the_vendors_and_fonts_that_are_asked_for(tmp_path):
+    sprites = [*drawn(), *word_sprites(("sun", "moon", "star"))]
+    Atlas.build(sprites).save(tmp_path / "atlas.safetensors")
+    asked = Scenes(vendors=("left",), fonts=("aileron-slanted",), atlas=str(tmp_path / "atlas.safetensors"))
+    source, _ = scenes_of("words", asked, 32)
+    table = source.atlas.table
+    found = {(table.kind[row], table.vendor[row]) for row in source.rows.tolist()}
+    assert found == {("thing", "left"), ("word", "aileron-slanted")}
+    assert Scenes().changes() == {}

@@ -50,11 +50,32 @@ def test_world(run, home, tmp_path):
         "purity of latent actions",
         "actions read back from frames",
     ]
-    assert names.count("psnr") == names.count("FVD, FD-pixels4") == names.count("psnr@4") == 1
+    fvd = names.count("FVD, FD-pixels4"), names.count("FVD, FD-pixels4, to other videos")
+    assert names.count("psnr") == names.count("psnr@4") == 1 and fvd == (1, 1)
     assert found["scores"][3]["beside"]["majority"] > 0 and found["network"] == "FD-pixels4"
     assert "real clips" in shown.out and Image.open(tmp_path / "sheet.png").width > 300
     back = [score for score in found["scores"] if "comes back" in score["name"]]
     assert bool(back) != ("permanence is not measured" in shown.err)
+
+
+def test_every_video_is_of_another_episode(home):
+    """A window of the same episode would be counted as another."""
+    from vitrail.cli.eval_world import _videos
+    from vitrail.data.episodes import Episodes
+
+    long = sum(Episodes(home / "curtain").lengths >= 4)
+    assert len(_videos(home / "curtain", "all", 1000, 4)[0]) == long < 1000
+    assert len(_videos(home / "curtain", "all", 5, 4)[0]) == 5
+
+
+def test_a_simulator_is_closed_whatever_happens(run, home, monkeypatch):
+    from vitrail.data.episodes.worlds.pocket import Simulator
+
+    closed = []
+    monkeypatch.setattr(Simulator, "close", lambda self: closed.append(self), raising=False)
+    with pytest.raises(DataError, match="labelled steps"):
+        run("imitation", "model", "--data", home / "curtain", "--labels", 100_000, "--watched", 2)
+    assert len(closed) == 1
 
 
 def test_imitation(run, home):

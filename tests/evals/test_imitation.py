@@ -63,6 +63,22 @@ def test_episodes_are_played_to_their_end_and_are_the_same_again():
     assert torch.equal(sums, play(Simulator(8), always, range(40), 10)) and set(sums.tolist()) == {0.0, 1.0}
 
 
+def test_chance_of_acting_is_not_that_of_the_level():
+    """A level drawn from the same stream would say what will be done in it."""
+    import numpy as np
+
+    class Level:
+        def reset(self, seed):
+            self.first = int(np.random.default_rng(seed).choice(4, p=[0.25] * 4))
+            return {"frame": np.zeros((8, 8, 3), np.uint8)}
+
+        def step(self, action):
+            return {}, float(action == self.first), True
+
+    sums = play(Level(), lambda frames: torch.ones(1, 4), range(200), 1)
+    assert 0.1 < sums.mean() < 0.4
+
+
 def watched(count: int):
     """By codes that are controls under other names, two for each."""
     videos, names = walked(count), torch.tensor([5, 2, 7, 0])
@@ -82,6 +98,7 @@ def test_every_way_is_played():
     found = judge_imitation(given, Simulator(8), (4, 9), config=SMALL.with_(rounds=2), seeds=2, episodes=3, steps=4)
     assert [row.labels for row in found] == [0, len(given.frames), 4, 4, 9, 9]
     assert all(row.returns.of == row.success.of == 6 for row in found)
+    assert all(row.success.interval[0] < row.success.interval[1] for row in found)  # none is sure, at 0 and 1 neither
 
 
 @pytest.mark.slow

@@ -38,6 +38,15 @@ def test_a_world_that_follows_the_truth_gains_by_it(monkeypatch):
     assert suite.judge_world(model, video, controls).control.value == 0  # it does not listen
 
 
+def test_a_world_in_which_nothing_moves_pays_for_its_codes_too():
+    model, (video, _) = worlds.genie(), shown()
+    still = video[:, :1].expand_as(video)
+    found = suite.judge_world(model, still, None, Rolling(steps=1))
+    assert (
+        found.still.value == pytest.approx(found.codec.value, abs=1.5) and found.still.value < 40
+    )  # not 60, of equals
+
+
 def test_what_cannot_be_judged_is_refused():
     with pytest.raises(DataError, match="longer ones"):
         suite.judge_world(worlds.genie(), shown(frames=4)[0])

@@ -39,10 +39,23 @@ def test_far_is_measured_beyond_the_truth():
     assert [stray.at for stray in one.strayed] == [8, 16, 20]
     assert [stray.psnr is None for stray in one.strayed] == [False, False, True]
     assert one.read.of == 6 and 0 <= one.read.value <= 1 and one.apart.name == "FD-pixels4"
+    assert (one.apart.of, one.chance.of) == (6, 3) and all((s.frechet.of, s.halves.of) == (6, 3) for s in one.strayed)
     known = worlds.genie(latent=False)
     assert suite.judge_far(known, video, actions, Pixels(), Rolling(steps=1), frames=8).read is None
     with pytest.raises(DataError, match="videos of"):
         suite.judge_far(model, video[:, :9], latent, Pixels())
+    with pytest.raises(DataError, match="4 or more"):
+        suite.judge_far(model, video[:3], latent[:3], Pixels())
+
+
+@pytest.mark.filterwarnings("ignore:FD-")
+def test_a_world_that_is_the_truth_is_as_far_away_as_chance(monkeypatch):
+    """Of the same videos it is nowhere else; of others, where real clips are."""
+    model, (video, actions) = worlds.genie(latent=False), shown(7)
+    monkeypatch.setattr(suite, "roll", lambda _, start, *rest, **more: video[:, 1:])
+    *_, last = (found := suite.judge_far(model, video, actions, Pixels(), frames=16)).strayed
+    assert last.frechet.value < 1e-3 * found.apart.value and last.frechet.interval[1] < 1e-3 * found.apart.value
+    assert last.halves == found.chance and found.chance.value > 0
 
 
 @pytest.mark.filterwarnings("ignore:FD-")

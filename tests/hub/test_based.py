@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import vitrail
 from tasks.test_vlm import small
@@ -89,15 +89,64 @@ def test_a_base_of_another_shape_or_that_stands_on_a_third_is_refused(made):
     with pytest.raises(CheckpointError, match="in the base"):
         hub.save(model, root / "no", words, base=str(root / "other"))
     hub.save(model, root / "vlm", words, base=str(root / "lm"))
-    about = json.loads((root / "vlm" / "vitrail.json").read_text())
-    about["base"]["start"] = str(root / "vlm")
-    (root / "vlm" / "vitrail.json").write_text(json.dumps(about))
     with pytest.raises(CheckpointError, match="stands on another model itself"):
-        hub.load(root / "vlm")
+        hub.save(model, root / "third", words, base=str(root / "vlm"))
+    about = json.loads((root / "vlm" / "vitrail.json").read_text())
     about["base"] = {"start": 3}
     (root / "vlm" / "vitrail.json").write_text(json.dumps(about))
     with pytest.raises(CheckpointError, match="base"):
         hub.load(root / "vlm")
+
+
+def test_a_model_that_stands_on_itself_is_refused(made, monkeypatch):
+    model, words, root = made
+    with pytest.raises(CheckpointError, match="stand on itself"):
+        hub.save(model, root / "lm", words, base=str(root / "lm"))
+    words.save(root / "lm")
+    hub.save(model, root / "vlm", words, base=str(root / "lm"))
+    about = json.loads((root / "vlm" / "vitrail.json").read_text())
+    about["base"]["start"] = "vlm"
+    (root / "vlm" / "vitrail.json").write_text(json.dumps(about))
+    monkeypatch.chdir(root)
+    for read in (hub.load, hub.tokenizer):
+        with pytest.raises(CheckpointError, match="stand on itself"):
+            read(root / "vlm")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "small_"),
+    [("float32", "bfloat16", False), ("float32", "bfloat16", True), ("bfloat16", "float32", False)],
+)
+def test_what_comes_back_is_of_one_type(made, mine, theirs, small_):
+    model, words, root = made
+    hub.save(hub.load(root / "lm").to(getattr(torch, theirs)), root / "other")
+    hub.save(model.to(getattr(torch, mine)), root / "vlm", words, base=str(root / "other"), small=small_)
+    again = hub.load(root / "vlm")
+    assert {weight.dtype for weight in again.parameters()} == {getattr(torch, mine)}
+    Talker(again, words, ChatTemplate.of(words)).ask(Image.new("RGB", (16, 16), "red"), "what is this?", max_new=2)
+
+
+def test_a_tensor_that_the_base_has_too_is_not_replaced_in_silence(made):
+    model, words, root = made
+    hub.save(model, root / "vlm", words, base=str(root / "lm"))
+    file = root / "vlm" / "model.safetensors"
+    name = next(name for name in model.state_dict() if "gate_up" in name)
+    kept = {key: value for key, value in load_file(file).items() if key != name + ":added"}
+    save_file(kept | {name: model.state_dict()[name]}, file)
+    with pytest.raises(CheckpointError, match="is kept whole, and the base has it too"):
+        hub.load(root / "vlm")
+
+
+def test_words_of_a_base_that_has_others_now_are_refused(made):
+    model, words, root = made
+    words.save(root / "lm")
+    hub.save(model, root / "vlm", words, base=str(root / "lm"))
+    assert hub.tokenizer(root / "vlm").encode("a red dog") == words.encode("a red dog")
+    specials = ("<|endoftext|>", "<image>")
+    Tokenizer.train(["other words"] * 3, 300, specials=specials, eos="<|endoftext|>").save(root / "lm")
+    with pytest.raises(CheckpointError, match="lm's words of sha256"):
+        hub.tokenizer(root / "vlm")
+    hub.load(root / "vlm")  # its weights are the same
 
 
 def test_words_that_are_the_base_s_are_not_kept_twice(made):

@@ -81,3 +81,8 @@ def test_what_does_not_fit_is_named(tmp_path, spoil):
 def test_what_ships_loads_by_name(name):
     model = hub.load(name)
     assert sum(p.numel() for p in model.parameters()) > 0
+
+
+def test_half_precision_comes_back_as_one_type(tmp_path):
+    weights = {"m.weight": torch.randn(3, 4, dtype=torch.bfloat16), "m.bias": torch.ones(3, dtype=torch.bfloat16)}
+    assert {str(t.dtype) for name, t in packed(weights.items())} == {"torch.int8", "torch.float32"}

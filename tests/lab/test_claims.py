@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail import sweep
+from vitrail import sweep as sweeps
 from vitrail.cli import claims as command
 from vitrail.errors import ConfigError, DataError
 from vitrail.lab.claims import Claim, claim, claims, judge
@@ -42,8 +42,8 @@ def values(first, second):
         ([1.0, 1.1, 0.9], {"above": 0.0}, "holds"),
         ([1.0, 1.1, 0.9], {"below": 0.0}, "does not hold"),
         ([1.0, 1.1, 0.9], {"above": 1.0}, "undecided"),
-        ([1.0, 1.1, 0.9], {"above": 0.0, "below": 2.0}, "holds"),
-        ([1.0, 1.1, 0.9], {"above": -0.5, "below": 0.5}, "does not hold"),
+        ([1.0, 1.1, 0.9], {"above": 0.0, "below": 2.0, "floor": -1.0}, "holds"),
+        ([1.0, 1.1, 0.9], {"above": -0.5, "below": 0.5, "floor": -1.0}, "does not hold"),
         ([1.0, -1.0, 2.0], {"above": 0.0}, "undecided"),
         ([1.0, 1.0], {"above": 0.0}, "undecided"),  # two seeds
         ([1.0], {"above": 0.0}, "undecided"),
@@ -61,7 +61,7 @@ def test_the_interval_is_that_of_a_sweep_and_opposite_claims_never_both_hold(pai
     up = judge(Claim.read({**ROW, "above": end}), values(first, second))
     down = judge(Claim.read({**ROW, "below": end}), values(first, second))
     differences = [a - b for a, b in pairs]
-    low, high = sweep.Row("", "", "", dict(enumerate(differences))).interval
+    low, high = sweeps.Row("", "", "", dict(enumerate(differences))).interval
     assert up.effect == pytest.approx(mean(differences))
     assert up.interval == pytest.approx((low, high), rel=1e-3, abs=1e-3 * (1 + stdev(differences)))
     assert not up.verdict == down.verdict == "holds"
@@ -82,6 +82,19 @@ def test_a_seed_that_diverged_leaves_it_undecided_and_is_named(value):
     assert str(one).endswith("[no interval]: undecided (3 seeds, not finite: seed 1)")
 
 
+def test_two_that_have_learnt_nothing_are_not_called_alike():
+    alike = {**ROW, "above": -0.05, "below": 0.05}
+    with pytest.raises(ConfigError, match="give a floor"):
+        Claim.read(alike)
+    chosen = Claim.read({**alike, "floor": 0.6})
+    for first, second, verdict in ((0.5, 0.5, "undecided"), (0.9, 0.59, "undecided"), (0.9, 0.9, "holds")):
+        assert judge(chosen, values([first] * 3, [second] * 3)).verdict == verdict
+    assert str(judge(chosen, values([0.9] * 3, [0.59] * 3))).endswith("undecided, no better than 60.0 %: y")
+    loss = Claim.read({**alike, "floor": 10.0, "unit": "nats"})  # less is better
+    assert judge(loss, values([3.0] * 3, [3.0] * 3)).verdict == "holds"
+    assert judge(loss, values([10.4] * 3, [10.4] * 3)).blind == ["x", "y"]
+
+
 def test_small_losses_are_told():
     assert claim("vlm-gates").range == "> −0.0010 nats and < 0.0010 nats"
 
@@ -91,7 +104,7 @@ def test_what_is_missing_is_named():
         judge(Claim.read({**ROW, "above": 0.0}), {("x", "t", "s"): {0: 1.0}})
     with pytest.raises(DataError, match="share no seed"):
         judge(Claim.read({**ROW, "above": 0.0}), {("x", "t", "s"): {0: 1.0}, ("y", "t", "s"): {1: 1.0}})
-    for wrong in ({}, {"above": 1.0, "below": 0.0}, {"above": 0.0, "sweep": None}):
+    for wrong in ({}, {"above": 1.0, "below": 0.0, "floor": 0.0}, {"above": 0.0, "sweep": None}):
         with pytest.raises(ConfigError):
             Claim.read({**ROW, **wrong})
     with pytest.raises(ConfigError, match="qlip-words-fall"):
@@ -117,14 +130,14 @@ def test_results_of_each_form(tmp_path):
 
 
 def test_every_claim_is_of_a_sweep_and_of_variants_that_there_are():
-    sweeps = {one.sweep: sweep.read(one.sweep) for one in claims().values() if one.sweep is not None}
+    found = {one.sweep: sweeps.read(one.sweep) for one in claims().values() if one.sweep is not None}
     stages = {
-        name: [stage.name for stage in read.read_recipe(read.variants[-1], 0).stages] for name, read in sweeps.items()
+        name: [stage.name for stage in read.read_recipe(read.variants[-1], 0).stages] for name, read in found.items()
     }
     for one in claims().values():
         if one.sweep is not None:
-            assert {one.first, one.second} <= {variant.name for variant in sweeps[one.sweep].variants}, one.name
-            assert one.test in {*sweeps[one.sweep].tests, *stages[one.sweep]}, one.name
+            assert {one.first, one.second} <= {variant.name for variant in found[one.sweep].variants}, one.name
+            assert one.test in {*found[one.sweep].tests, *stages[one.sweep]}, one.name
         assert all(math.isfinite(end) for end in (one.above, one.below) if end is not None)
 
 
@@ -152,6 +165,10 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
         ]
         out.mkdir(parents=True)
         (out / "table.json").write_text(json.dumps(rows))
+        for n, run in enumerate(sweeps.runs(sweeps.read(name), out)[1:]):
+            run.folder.mkdir(parents=True)
+            then = {"date": "2020-01-01", "device": "abacus", "commit": f"c{n % 2}", "command": "vitrail sweep x"}
+            (run.folder / sweeps.ORIGIN).write_text(json.dumps(then))
 
     monkeypatch.setattr("vitrail.cli.sweep.sweep", sweep)
     command.run("qlip-words-fall", out=tmp_path / "runs", jobs=2, device="cpu")
@@ -161,7 +178,9 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command.run("qlip-words-fall", out=tmp_path / "again", device="cpu", keep=True)
     kept = read_kept(tmp_path / "results" / "qlip-weights.json")
-    assert kept.origin["command"].startswith("vitrail sweep qlip-weights --out") and "CPU" in kept.origin["device"]
+    assert kept.origin["command"].startswith("vitrail sweep qlip-weights --out") and kept.origin["device"] == "abacus"
+    assert (kept.origin["date"], kept.origin["commit"]) == ("2020-01-01", "c0, c1")  # as trained, not as kept
+    assert kept.origin["note"].startswith("of 1 of ")
     assert kept.values == read_kept(tmp_path / "again" / "table.json").values
     assert "−40.0 points" in (tmp_path / "docs" / "claims.md").read_text()
     capsys.readouterr()

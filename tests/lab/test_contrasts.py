@@ -1,34 +1,39 @@
 """What runs say together: exponents and gains that were put in come out, with intervals that hold them."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.errors import DataError
-from vitrail.lab.contrasts import Contrast, Point, column, gain, law, steeper
+from vitrail.errors import ConfigError
+from vitrail.lab.contrasts import Contrast, Point, as_scored, column, gain, law, lines, panels, steeper
 from vitrail.lab.scaling import fit
+from vitrail.lab.student import student
 
 TOKENS, SEEDS = (1, 8, 16, 32, 64, 128), (0, 1, 2)
 
 
-def runs(way: str, kind: str, c: float, alpha: float, noise: float = 0.0, seed: int = 0) -> list[Point]:
+def runs(way: str, kind: str, c: float, alpha: float, noise: float = 0.0, seed: int = 0, blind: float = 0.0):
     rng = np.random.default_rng(seed)
-    return [
-        Point(way=way, tokens=n, seed=s, kind=kind, value=c * n**-alpha * float(np.exp(noise * rng.normal())), of=1000)
-        for s in SEEDS
-        for n in TOKENS
-    ]
+    found = []
+    for s in SEEDS:
+        for n in TOKENS:
+            above = c * n**-alpha * float(np.exp(noise * rng.normal()))
+            value = blind + (1 - blind) * above
+            found.append(Point(way=way, tokens=n, seed=s, kind=kind, value=value, of=1000, blind=blind))
+    return found
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.floats(-0.2, 0.1), st.floats(-0.2, 0.1), st.integers(0, 9))
 def test_a_ratio_has_the_difference_of_exponents(a, b, seed):
-    points = runs("told", "reading", 0.1, a, 0.1, seed) + runs("told", "existence", 0.5, b, 0.1, seed + 1)
+    points = runs("told", "reading", 0.1, a, 0.1, seed) + runs("told", "existence", 0.2, b, 0.1, seed + 1)
     ours, theirs = (fit(*column(points, "told", kind)).alpha for kind in ("reading", "existence"))
     found = steeper(points, "told", "reading", "existence")
     assert found.value == pytest.approx(ours - theirs, abs=1e-12) and found.low < found.value < found.high
-    assert found.of == 18
+    assert (found.of, found.over) == (6, "numbers of tokens")
 
 
 def test_intervals_hold_what_was_put_in():
@@ -40,39 +45,105 @@ def test_intervals_hold_what_was_put_in():
     assert 52 <= inside < 60
 
 
-def test_signs():
+def test_what_all_seeds_do_at_a_number_of_tokens_counts_once():
+    """Seeds that repeat one another say no more than one of them: four degrees of freedom of six numbers of tokens."""
+    rng = np.random.default_rng(0)
+    off = {n: float(np.exp(0.1 * rng.normal())) for n in TOKENS}
+    points = [p.with_(value=p.value * off[p.tokens]) for p in runs("told", "reading", 0.1, -0.2)]
+    alone = [p for p in points if p.seed == 0]
+    three, one = law(points, "told", "reading"), law(alone, "told", "reading")
+    assert three.intervals["alpha"] == pytest.approx(one.intervals["alpha"]) and three.dof == len(TOKENS) - 2
+    points += runs("told", "existence", 0.3, 0.0)
+    alone += [p for p in points if p.kind == "existence" and p.seed == 0]
+    three, one = (steeper(some, "told", "reading", "existence") for some in (points, alone))
+    assert (three.low, three.high) == pytest.approx((one.low, one.high))
+
+
+def test_a_floor_that_is_guessed_makes_no_difference():
+    """Both grow alike above what is guessed: scores as they are say that one is steeper, and what is above does not."""
+    points = runs("told", "reading", 0.1, -0.2, 0.01, 0, blind=0.01)
+    points += runs("told", "existence", 0.1, -0.2, 0.01, 1, blind=0.5)
+    raw = steeper(points, "told", "reading", "existence", as_scored).with_(declared=True)
+    assert raw.sign == "below 0" and raw.value < -0.1
+    above = steeper(points, "told", "reading", "existence").with_(declared=True)
+    assert abs(above.value) < 0.01 and above.low < 0 < above.high
+
+
+def test_what_is_no_better_than_a_guess_is_left_out():
+    points = runs("told", "reading", 0.1, -0.2, blind=0.1) + runs("told", "existence", 0.1, -0.1, blind=0.5)
+    low = [p.with_(value=0.45) if (p.tokens, p.seed, p.kind) == (1, 2, "existence") else p for p in points]
+    assert steeper(low, "told", "reading", "existence").of == 5
+    assert steeper(low, "told", "reading", "existence").value == pytest.approx(-0.1)
+    blind = [p.with_(value=0.5) if p.kind == "existence" and p.tokens < 64 else p for p in points]
+    assert steeper(blind, "told", "reading", "existence") is None
+
+
+def test_verdicts_are_of_what_was_declared_alone():
     points = runs("told", "reading", 0.1, -0.2, 0.01) + runs("told", "existence", 0.5, -0.05, 0.01, 1)
-    assert steeper(points, "told", "reading", "existence").sign == "below 0"
-    assert steeper(points, "told", "existence", "reading").sign == "above 0"
-    assert Contrast.mean([-1.0, 1.0, 0.1]).sign == "not told from 0"
-    assert str(Contrast.mean([0.1, 0.1])) == "+0.1000 [+0.1000, +0.1000] of 2: above 0"
+    found = steeper(points, "told", "reading", "existence")
+    assert found.sign == "" and str(found).endswith("of 6 numbers of tokens")
+    assert found.with_(declared=True).sign == "below 0"
+    assert steeper(points, "told", "existence", "reading").with_(declared=True).sign == "above 0"
+    assert Contrast.mean([-1.0, 1.0, 0.1], "seeds").with_(declared=True).sign == "not told from 0"
+    sure = Contrast.mean([0.1, 0.1], "seeds").with_(declared=True)
+    assert str(sure) == "+0.1000 [+0.1000, +0.1000] of 2 seeds: above 0"
 
 
 def test_gains_are_of_the_same_runs():
     """What a run's seed or tokens add to both ways drops out."""
-    points = runs("told", "colour", 0.4, -0.1, 0.2) + runs("told", "naming", 0.2, -0.1, 0.2, 5)
+    points = runs("told", "colour", 0.4, -0.1, 0.1) + runs("told", "naming", 0.2, -0.1, 0.1, 5)
     for point in list(points):
         more = 0.1 if point.kind == "colour" else 0.0
         points.append(point.with_(way="alone", value=point.value - more))
     assert gain(points, "told", "alone", ["colour"]).value == pytest.approx(0.1)
     assert gain(points, "told", "alone", ["colour"]).low == pytest.approx(0.1)
-    assert gain(points, "told", "alone", ["naming"]).sign == "not told from 0"
+    assert gain(points, "told", "alone", ["naming"]).value == 0
     apart = gain(points, "told", "alone", ["colour"], ["naming"])
-    assert (apart.value, apart.of) == (pytest.approx(0.1), 18)
+    assert (apart.value, apart.of, apart.over) == (pytest.approx(0.1), 3, "seeds")
     both = gain(points, "told", "alone", ["colour", "naming"])
     assert both.value == pytest.approx(0.05)
-    assert gain(points[1:], "told", "alone", ["colour"]).of == 17  # a run without its other half is left out
 
 
-def test_none_right_is_half_a_hit():
+def test_gains_are_students_over_seeds():
+    gains = {0: 0.10, 1: 0.12, 2: 0.17}
+    points = runs("alone", "colour", 0.3, -0.1)
+    told = [p.with_(way="told", value=p.value + gains[p.seed]) for p in points]
+    found = gain(points + told, "told", "alone", ["colour"])
+    half = student(0.975, 2) * float(np.std(list(gains.values()), ddof=1)) / math.sqrt(3)
+    assert (found.value, found.high - found.value) == (pytest.approx(0.13), pytest.approx(half))
+    lacks = [p for p in told if (p.tokens, p.seed) != (1, 0)]  # one token, which a seed lacks, is left out of all
+    far = [p.with_(value=1.0) if p.tokens == 1 else p for p in lacks]
+    assert gain(points + far, "told", "alone", ["colour"]).value == pytest.approx(0.13)
+
+
+def test_none_right_makes_no_law():
     points = [point.with_(value=0.0) if point.tokens == 1 else point for point in runs("told", "reading", 0.1, -0.1)]
-    assert column(points, "told", "reading").s[0] == 0.5 / 1000 and law(points, "told", "reading") is not None
+    assert column(points, "told", "reading").n == (8, 16, 32, 64, 128)
+    assert law(points, "told", "reading").alpha == pytest.approx(-0.1)
+    once = [p.with_(value=0.0) if (p.tokens, p.seed) == (1, 0) else p for p in runs("told", "reading", 0.1, -0.1)]
+    assert column(once, "told", "reading").n == (8, 16, 32, 64, 128)  # no picking of lucky seeds
+    assert law([p.with_(value=0.0) if p.tokens < 64 else p for p in points], "told", "reading") is None
 
 
-def test_too_little_is_said():
+def test_too_little_is_none():
     points = [point for point in runs("told", "reading", 0.1, -0.1) if point.tokens < 16]
-    assert law(points, "told", "reading") is None
-    with pytest.raises(DataError, match="three numbers of tokens"):
-        steeper(points, "told", "reading", "reading")
-    with pytest.raises(DataError, match="0 runs in common"):
-        gain(points, "told", "alone", ["reading"])
+    assert law(points, "told", "reading") is None and steeper(points, "told", "reading", "reading") is None
+    assert gain(points, "told", "alone", ["reading"]) is None
+    once = [p for p in runs("told", "a", 0.1, -0.1) + runs("alone", "a", 0.1, -0.1) if p.seed == 0]
+    assert gain(once, "told", "alone", ["a"]) is None  # of one seed there is no interval
+
+
+@pytest.mark.parametrize("wrong", [{"value": math.nan}, {"value": 1.5}, {"of": 0}, {"blind": 1.0}, {"tokens": 0}])
+def test_what_is_no_share_is_refused(wrong):
+    with pytest.raises(ConfigError, match="a share"):
+        runs("told", "reading", 0.1, -0.1)[0].with_(**wrong)
+    with pytest.raises(ConfigError, match="finite"):
+        Contrast(value=0.0, low=math.nan, high=1.0, of=3, over="seeds")
+
+
+def test_lines_are_means_over_seeds():
+    points = runs("told", "reading", 0.1, -0.2, 0.1) + runs("alone", "colour", 0.3, -0.1)[:2]
+    reading, colour = lines(points)
+    assert reading.means[8] == pytest.approx(np.mean([p.value for p in points if p.tokens == 8 and p.way == "told"]))
+    assert reading.alpha.startswith(f"{reading.law.alpha:+.4f} [") and colour.alpha == "–"
+    assert panels([reading, colour])["colour"] == {"alone": list(colour.means.items())}

@@ -33,9 +33,8 @@ KINDS = ("existence_random", "colour")
 
 def config_of(name: str) -> VLMConfig:
     """Of a recipe, shrunk as `--smoke` does."""
-    changes = {key: value for key, value in SMOKE.items() if key.startswith("model.config")}
-    if name == "scaling-base":
-        del changes["model.config.queries"]
+    own = f"{name.removeprefix('scaling-')}.model.config"
+    changes = {f"model.config{key.removeprefix(own)}": value for key, value in SMOKE.items() if key.startswith(own)}
     found = recipe.read(f"untested/{name}", changes).model_config()
     assert isinstance(found, VLMConfig)
     return found
@@ -122,7 +121,9 @@ def test_what_is_told_reaches_the_queries_alone(exam, fused):
     x, look = shown(fused, sheet.pixels), look_of(fused)
     told, other = look(x, sheet.asked), look(x, sheet.asked.roll(1, 0))
     assert not torch.allclose(told, other) and not torch.allclose(told, untold(look)(x, sheet.asked))
-    alone = look_of(cut(fused, 9, question=False))
+    never = VLM(fused.config.with_(queries=fused.config.queries.with_(question="never")))
+    never.load_state_dict(fused.state_dict())
+    alone = look_of(never)
     torch.testing.assert_close(alone(x, sheet.asked), untold(look)(x, sheet.asked))
     scores = [exam.scores(fused, look, batch=5, turn=turn) for turn in (0, 1)]
     assert [[s.name for s in one] for one in scores] == [list(KINDS)] * 2 and scores[0][0].of == 12

@@ -6,7 +6,8 @@ import pytest
 
 from vitrail.lab.ledger import PRESETS
 from vitrail.lab.systems import WHOLE
-from vitrail.lab.told import FIGURES, number, rows
+from vitrail.lab.told import ABOUT, FIGURES, number, rows
+from vitrail.lab.worked import whole_qformer
 
 RIGHT = {
     "LLaVA-1.5's patches": 576,
@@ -23,6 +24,15 @@ RIGHT = {
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.about)
 def test_ours_agrees_where_a_figure_holds_and_nowhere_else(figure):
     assert figure.fits() == figure.holds, f"told {figure.told:g}, worked out {figure.worked():g}"
+
+
+def test_one_rule_for_what_is_printed_as_about():
+    about = [figure for figure in FIGURES if figure.printed.startswith("~")]
+    assert len(about) > 5 and {figure.within for figure in about} == {ABOUT}
+
+
+def test_a_qformer_with_its_half_for_texts():
+    assert whole_qformer() == pytest.approx(185.7e6, rel=1e-3)
 
 
 def test_every_figure_has_a_name_of_its_own_a_source_and_what_shows_it():

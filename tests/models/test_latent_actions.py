@@ -1,5 +1,7 @@
 """Latent actions: exactly as many as there should be, no future in the past, and left told from right."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -68,6 +70,44 @@ def test_half_precision_finds_the_same_actions():
     exact = ours.infer(video).ids
     again = ours.bfloat16().infer(video.bfloat16()).ids
     assert exact.unique().numel() > 4 and (exact == again).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("frames", [5, 8])
+def test_nothing_that_happens_is_one_action(how, frames):
+    """Whatever rounding makes of equal frames."""
+    ours, still = model(layers=2), (torch.rand(6, 1, 3, 8, 8) * 2 - 1).expand(-1, frames, -1, -1, -1)
+    if how == "bfloat16":
+        ours, still = ours.bfloat16(), still.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found = ours.infer(still)
+    assert not found.ids.any() and (found.codes.float() - ours.quantizer.table()[0]).abs().max() < 1e-2
+
+
+def test_a_world_that_comes_to_rest_has_one_action_again():
+    """Once no layer sees a frame from before: two layers with a memory of three frames reach four back."""
+    ours, video = model(layers=2), (torch.rand(6, 10, 3, 8, 8) * 2 - 1)
+    video[:, 3:] = video[:, 3:4]
+    ids = ours.infer(video).ids
+    assert ids[:, :3].any() and not ids[:, 7:].any()
+
+
+def test_codes_learn_nothing_from_steps_in_which_nothing_happens():
+    torch.manual_seed(0)
+    moving, _ = worlds.dots(64, 6)
+    still = moving[:, :1].expand(-1, 6, -1, -1, -1)
+    ours = LatentActions(worlds.latent_config(layers=2)).train()
+    ours(torch.cat([still, moving]))  # k-means, of which half are without a direction
+    assert torch.allclose(ours.quantizer.table().norm(dim=1), torch.ones(8))
+    alone = copy.deepcopy(ours)
+    kept = still[:1].expand(64, -1, -1, -1, -1)  # as many again, so that each that moves stands in once
+    mixed, found = ours(torch.cat([moving, kept]))
+    alone(torch.cat([moving, moving]))
+    assert torch.allclose(ours.quantizer.codebook, alone.quantizer.codebook, atol=1e-6)
+    assert torch.equal(ours.quantizer.counts, alone.quantizer.counts)
+    assert not found.ids[64:].any() and found.ids[:64].any()
+    mixed.square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in ours.parameters())
 
 
 def test_one_frame_has_no_action():

@@ -47,9 +47,9 @@ class Page:
         assert heard.get("bytes") is not None, heard
         return unpack(heard["bytes"])
 
-    def error(self) -> str:
+    def error(self, begun: bool | None = None) -> str:
         told = json.loads(self.socket.receive_text())
-        assert told["is"] == "error" and told["problem"]
+        assert told["is"] == "error" and told["problem"] and begun in (None, told["begun"])
         return f"{told['problem']}\n{told['remedy']}"
 
     def reset(self, start="any", seed=None):

@@ -19,7 +19,7 @@ import worlds
 from play.arcades import playground
 from vitrail.data.episodes.worlds.pocket import Simulator
 from vitrail.play import Controls
-from vitrail.play.game import Arcade
+from vitrail.play.game import Arcade, Game
 from vitrail.play.server import listen, make_server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -39,9 +39,14 @@ SPEAK = """address => new Promise((done) => {
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    """A model and its simulator, served."""
-    arcade = Arcade(playground(controls=Controls(world="pocket", codes={"left": 3, "right": 1})), "pocket", players=2)
+def arcade() -> Arcade:
+    """A model and its simulator."""
+    return Arcade(playground(controls=Controls(world="pocket", codes={"left": 3, "right": 1})), "pocket", players=2)
+
+
+@pytest.fixture
+def address(arcade) -> Iterator[str]:
+    """Where it is served."""
     with listen(0) as link:
         running = make_server(arcade)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [link]})
@@ -137,6 +142,57 @@ def test_a_game(address, browser, tmp_path):
     expect(third.locator("canvas")).to_have_count(2)
 
     assert not wrong and all(url.startswith(address) for url in asked)
+
+
+def test_what_goes_wrong_is_told_and_the_world_goes_on(arcade, address, browser, tmp_path, monkeypatch):
+    arcade.idle = 0  # time goes on by itself
+    page = browser.new_page()
+    step, error = page.locator("#step"), page.locator("#error")
+    page.goto(address)
+    expect(step).to_have_text(re.compile("^[1-9]"))
+
+    # a refusal stays to be read, the world goes on, and then it is gone
+    (tmp_path / "none.png").write_text("no picture")
+    page.set_input_files("#file", tmp_path / "none.png")
+    expect(error).to_contain_text("not a picture")
+    expect(step).not_to_have_text(step.text_content())
+    expect(error).to_be_visible()
+    expect(error).to_be_hidden(timeout=15_000)
+    page.fill("#wanted", str(2**31))
+    page.click("#reset")
+    expect(error).to_contain_text("below 2147483648")
+
+    # what broke is told, not that the server has gone
+    monkeypatch.setattr(Game, "_step", lambda self, code: 1 / 0)
+    expect(error).to_contain_text("ZeroDivisionError")
+    expect(page.locator("#again")).to_be_visible()
+    expect(error).not_to_contain_text("gone")
+
+
+def test_keys_steer_after_a_setting_and_everything_has_a_name(address, browser):
+    page = browser.new_page()
+    page.goto(address)
+    expect(page.locator("canvas")).to_have_count(2)
+    page.locator("#rate").click()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#step")).to_have_text("1")
+    page.focus("#rate")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")  # by keys it is left by Tab
+    assert page.evaluate("document.activeElement.id") == "rate"
+    page.fill("#wanted", "7")
+    page.press("#wanted", "Enter")
+    expect(page.locator("#seed")).to_have_text("7")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#step")).to_have_text("1")
+
+    for name in ("model", "pocket"):
+        expect(page.get_by_role("img", name=name)).to_have_count(1)
+    hands = page.get_by_role("group", name="controls").get_by_role("button")
+    marked = [one.get_attribute("aria-label") for one in hands.all() if one.get_attribute("title")]
+    assert sorted(marked) == ["down", "up"]
+    expect(page.locator("#hint")).to_contain_text("The model has no action for up, down")
+    expect(page.get_by_role("status")).to_have_count(0)  # nothing that is read aloud at every frame
 
 
 def test_no_other_page_may_speak_to_it(address, browser):

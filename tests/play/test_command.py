@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import webbrowser
 
 import pytest
@@ -11,27 +12,35 @@ import pytest
 pytest.importorskip("starlette")
 
 from play.arcades import Page, client, playground
-from vitrail.cli.play import play
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.cli.play import TRAIN, play
+from vitrail.errors import CheckpointError, ConfigError, VitrailError
 from vitrail.hub import configs
 from vitrail.play import Controls, server
 
 
 def test_a_folder_is_served_and_opened(tmp_path, monkeypatch, capsys):
     playground(controls=Controls(world="pocket", codes={"left": 1})).save(tmp_path)
-    seen, opened = [], []
+    seen, opened, there, over = [], [], threading.Event(), threading.Event()
 
     class Served:
         def __init__(self, arcade):
             self.arcade = arcade
 
         def run(self, sockets):
+            there.set()
+            over.wait(5)
             with Page(client(self.arcade)) as page:
                 seen.append((page.hello, page.reset(page.hello["choices"][0])[0]))
             raise KeyboardInterrupt
 
     monkeypatch.setattr(server, "make_server", Served)
-    monkeypatch.setattr(webbrowser, "open", opened.append)
+
+    def browse(address):  # in the foreground: it is left only when the page has been served
+        assert there.wait(5)
+        opened.append(address)
+        over.set()
+
+    monkeypatch.setattr(webbrowser, "open", browse)
     play(str(tmp_path), world="pocket", steps=3, device="cpu")
     assert capsys.readouterr().out.startswith(opened[0]) and opened[0].startswith("http://127.0.0.1:")
     play(str(tmp_path), open=False, device="cpu")
@@ -51,8 +60,15 @@ def test_what_cannot_be_is_said(tmp_path, monkeypatch):
         play(world="poket")
     with pytest.raises(ConfigError, match="dials"):
         play(world="carracing")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        play(str(tmp_path / "none"))
+    for name, says in (
+        (str(tmp_path / "none"), "does not exist"),
+        ("mini", "no world model"),
+        ("mini-worl", "does not exist"),
+        ("n" * 5000, "cannot be opened"),
+    ):
+        with pytest.raises(VitrailError, match=says) as refused:
+            play(name)
+        assert TRAIN in refused.value.remedy and "Qwen" not in str(refused.value) and len(str(refused.value)) < 500
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     monkeypatch.delitem(sys.modules, "vitrail.play.server")
     with pytest.raises(ConfigError, match=r"vitrail\[play\]"):

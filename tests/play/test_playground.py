@@ -28,6 +28,19 @@ def test_a_folder_is_loaded_with_what_belongs_to_it(tmp_path):
     assert again.roll([1, 2], seed=0)[1].tobytes() == made.roll([1, 2], seed=0)[1].tobytes()
 
 
+def test_what_an_older_world_left_in_a_folder_is_gone(tmp_path):
+    playground(controls=Controls(world="pocket", codes={"left": 3})).save(tmp_path)
+    playground(starts=0).save(tmp_path)
+    again = vitrail.load(tmp_path, device="cpu")
+    assert len(again.starts) == 0 and again.controls is None
+
+
+def test_a_name_that_is_no_path_is_refused():
+    with pytest.raises(CheckpointError, match="cannot be opened") as refused:
+        vitrail.load("n" * 5000)
+    assert len(str(refused.value)) < 300
+
+
 def test_a_folder_of_weights_alone_will_do(tmp_path):
     hub.save(playground().model, tmp_path)
     made = vitrail.load(tmp_path, device="cpu")
@@ -75,11 +88,12 @@ def test_an_environment():
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
-        ("controls.json", '{"world": "pocket", "codes": {"left": 9}}', "action 9"),
+        ("controls.json", '{"world": "pocket", "codes": {"left": 9}}', "controls.json: 'left' is action 9"),
         ("controls.json", '{"world": "pocket", "codes": {"fly": 1}}', "no control 'fly'"),
         ("controls.json", '{"world": "moon"}', "no world 'moon'"),
         ("controls.json", '{"world": "pusht"}', "dials"),
         ("controls.json", '{"world": "pocket", "repeat": 0}', "0 steps"),
+        ("controls.json", f'{{"world": "pocket", "repeat": {10**400}}}', "1 … 100"),
         ("controls.json", '{"world": 1, "x": 2}', "controls.json"),
         ("controls.json", "[", "JSON"),
         ("starts.png", "no picture", "not a picture"),
@@ -138,6 +152,15 @@ def test_episodes_give_starts_that_were_not_trained_on(recorded):
     episodes = Episodes(recorded)
     assert made.controls.world == "pocket" and set(made.controls.codes) == {"left", "right", "up", "down"}
     assert torch.equal(made.starts, torch.from_numpy(np.stack([episodes[n].frames[0] for n in (9, 19)])))
+
+
+@pytest.mark.parametrize(("steps", "count"), [(12, 3), (4, 10)])
+def test_episodes_that_are_too_few_or_too_short_are_refused(tmp_path, steps, count):
+    pytest.importorskip("av")
+    record(RecordConfig(world="pocket", steps=steps, side=worlds.SIDE), tmp_path, episodes=count, quiet=True)
+    with pytest.raises(DataError, match=f"{count} episodes, the longest of {steps + 1} frames") as refused:
+        playground().with_episodes(tmp_path)
+    assert "vitrail data make" in refused.value.remedy
 
 
 def test_episodes_of_another_size_are_refused(tmp_path):

@@ -122,18 +122,96 @@ def test_actions_last_as_long_as_those_that_were_learned_from():
         assert np.array_equal(page.step("right")[1][1], own.step(1)[0]["frame"])
 
 
+def test_actions_last_as_long_beside_another_variant_of_the_world():
+    made = playground(controls=Controls(world="pocket", codes={"right": 1}, repeat=2))
+    arcade = Arcade(made, "pocket-curtain")
+    assert arcade.repeat == 2 and arcade.simulator().repeat == 2
+
+
+def test_steps_that_are_repeated_stop_when_their_player_leaves(monkeypatch):
+    real, done = game.Real("pocket", worlds.SIDE, repeat=100), []
+    own = Simulator.step
+
+    def step(self, action):
+        done.append(action)
+        if len(done) == 3:
+            real.leave()
+        return own(self, action)
+
+    real.begin(0)
+    monkeypatch.setattr(Simulator, "step", step)
+    real.step(0)
+    assert len(done) == 3
+    real.begin(0)  # which was on its way when the player left
+    assert real.simulator is None
+
+
 def test_a_simulator_that_stops_is_told_of_and_opened_again(monkeypatch):
     arcade = Arcade(world="pocket")
     with Page(client(arcade)) as page:
         page.reset("real", seed=0)
         monkeypatch.setattr(Simulator, "step", lambda self, action: (_ for _ in ()).throw(DataError("it stopped")))
         page.socket.send_text('{"do": "step", "action": 0}')
-        assert "it stopped" in page.error()
+        told = page.error(begun=False)
+        assert "it stopped" in told and "reset it to begin anew" in told
         monkeypatch.undo()
         page.socket.send_text('{"do": "step", "action": 0}')
         assert "reset" in page.error()
         page.reset("real", seed=0)
         page.step("left")
+
+
+def fails(*given):
+    raise DataError("it failed", "mend it")
+
+
+def test_what_fails_halfway_leaves_the_world_as_it_was_or_says_that_it_stopped(monkeypatch):
+    data = file_of(Image.effect_noise((9, 9), 90))
+    arcade = Arcade(playground(controls=BESIDE), "pocket")
+    with client(arcade) as http, Page(http) as page, Page(http) as other:
+        page.reset("any", seed=3)
+        other.reset("any", seed=3)
+        with monkeypatch.context() as patch:  # the model cannot begin: the simulator was not touched, nor the picture
+            patch.setattr(game.Game, "_dream", fails)
+            page.socket.send_bytes(data)
+            assert "stopped" not in page.error(begun=True)
+            page.socket.send_text('{"do": "reset", "start": 0}')
+            page.error(begun=True)
+        page.socket.send_text('{"do": "reset", "start": "picture"}')
+        assert "starts from 'picture'" in page.error(begun=True)
+        for seen, wanted in zip(page.step("right")[1], other.step("right")[1], strict=True):
+            assert np.array_equal(seen, wanted)
+        with monkeypatch.context() as patch:  # the simulator has begun anew, and the model cannot
+            patch.setattr(game.Game, "_dream", fails)
+            page.socket.send_text('{"do": "reset", "start": "real"}')
+            assert "reset it to begin anew" in page.error(begun=False)
+        page.socket.send_text('{"do": "step", "action": 0}')
+        assert "reset it first" in page.error(begun=False)
+        with monkeypatch.context() as patch:  # the other way round
+            page.reset("any", seed=3)
+            patch.setattr(Simulator, "reset", fails)
+            page.socket.send_bytes(data)
+            assert "reset it to begin anew" in page.error(begun=False)
+        page.socket.send_text('{"do": "reset", "start": "picture"}')
+        assert "starts from 'picture'" in page.error(begun=False)
+        page.reset("real", seed=3)
+
+
+def test_what_nobody_foresaw_is_logged_and_told(monkeypatch, caplog):
+    arcade = Arcade(playground())
+    with client(arcade) as http, Page(http) as page, Page(http) as other:
+        page.reset()
+        other.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(game.Game, "_step", lambda self, code: 1 / 0)
+            page.socket.send_text('{"do": "step", "action": 0}')
+            assert "ZeroDivisionError: division by zero" in page.error(begun=False)
+            with pytest.raises(WebSocketDisconnect) as closed:
+                page.socket.receive_text()
+        assert closed.value.code == server.BROKEN and "ZeroDivisionError" in closed.value.reason
+        assert "1 / 0" in caplog.text  # with where it was
+        other.step("1")  # nobody else is disturbed
+        assert soon(lambda: len(arcade.players) == 1)
 
 
 # ---- pictures ---------------------------------------------------------------------------------------------------
@@ -183,6 +261,13 @@ def test_pictures_that_cannot_be_are_refused(monkeypatch):
     with Page(client(Arcade(world="pocket"))) as page:
         page.socket.send_bytes(whole)
         assert "only a model" in page.error()
+
+
+def test_of_an_animation_given_at_the_start_the_first_frame_is_taken(tmp_path):
+    first, then = (Image.new("RGB", (30, 20), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "moving.gif", save_all=True, append_images=[then])
+    made = playground()
+    assert torch.equal(Arcade(made, picture=tmp_path / "moving.gif").picture, made.fit(first))
 
 
 def test_a_picture_given_at_the_start_is_where_everyone_starts():
@@ -236,6 +321,12 @@ def test_only_messages_are_read(text):
         assert not accepted(text) and error.problem and error.remedy
     else:
         assert accepted(text)
+
+
+@pytest.mark.parametrize("seed", [2**31, 2**70, -1])
+def test_it_is_said_which_seeds_there_are(seed):
+    with pytest.raises(DataError, match="below 2147483648"):
+        messages.read(json.dumps({"do": "reset", "start": "any", "seed": seed}))
 
 
 def test_rubbish_does_no_harm():
@@ -443,6 +534,8 @@ def test_what_cannot_be_played_is_said():
         Arcade(playground(), steps=0)
     with pytest.raises(ConfigError, match="2 controls, and pocket 4"):
         Arcade(playground(latent=False), "pocket")
+    with pytest.raises(ConfigError, match="nothing to do"):
+        Arcade(playground(latent=False, controls=Controls(world="pocket")))
     with pytest.raises(ConfigError, match="only a model"):
         Arcade(world="pocket", picture=Image.new("RGB", (8, 8)))
     with pytest.raises(ConfigError, match="cannot be had"):

@@ -136,6 +136,15 @@ def test_the_recipes_weights_fit_a_package():
 LAYERED = ("codec.encoder", "codec.decoder", "latent.encoder", "latent.decoder", "dynamics.transformer")
 
 
+def test_the_recipe_learns_with_a_full_memory():
+    given = recipe.read("untested/genie-coinrun")
+    config = given.model_config()
+    parts = (config.codec.encoder, config.codec.decoder, config.latent.encoder, config.latent.decoder)
+    memory = config.dynamics.transformer.memory
+    assert {part.memory for part in parts} == {memory}
+    assert all(source.length >= 2 * memory for source in given.sources.values())
+
+
 def test_the_recipe_runs_and_what_comes_of_it_plays(tmp_path, monkeypatch):
     from vitrail.data.episodes import RecordConfig, record
 
@@ -143,7 +152,7 @@ def test_the_recipe_runs_and_what_comes_of_it_plays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record(RecordConfig(world="pocket", steps=12), Path("out/episodes/coinrun"), episodes=11, quiet=True)
     less = {f"model.config.{part}.layers": 1 for part in LAYERED}
-    given = recipe.read("untested/genie-coinrun", less | {"sources.unseen.stride": 1, "sources.played.length": 3})
+    given = recipe.read("untested/genie-coinrun", less | {"sources.unseen.length": 3, "sources.played.length": 3})
     made = recipe.train(recipe.tiny(given), tmp_path / "run", quiet=True)
     again = hub.load(tmp_path / "run" / "final")
     assert isinstance(again, Genie) and again.actions == 8

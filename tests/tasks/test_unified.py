@@ -144,14 +144,15 @@ def test_weights_z_and_views(scenes, words):
     assert torch.equal(shown, views(source.pixels(torch.arange(4)), PLAIN.with_(side=12)))
     made.model.train()
     assert not torch.equal(shown, made._talk("named", torch.arange(4))["pixels"])
-    made.model.eval()
-    batch = {"d": torch.arange(3)}
-    losses = []
-    for z in (0.0, 0.1):
-        made.settings = made.settings.with_(z=z)
-        torch.manual_seed(0)
-        losses.append(made(batch)["draw"])
-    assert losses[1] > losses[0] + 0.01
+    batch, losses = {"d": torch.arange(3)}, {}
+    for training in (True, False):
+        made.model.train(training)
+        for z in (0.0, 0.1):
+            made.settings = made.settings.with_(z=z)
+            torch.manual_seed(0)
+            losses[training, z] = made(batch)["draw"]
+    assert losses[True, 0.1] > losses[True, 0.0] + 0.01
+    assert losses[False, 0.1] == losses[False, 0.0]  # what is judged has no penalty
 
 
 def test_what_is_never_learnt_is_refused(scenes, words):

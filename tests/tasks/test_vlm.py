@@ -1,5 +1,6 @@
 """Vision-language models learn: what is asked of them, what it costs, and that every variant in the docs trains."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tasks.test_contrast import named
 from vitrail import hub, recipe
 from vitrail import sweep as sweeps
 from vitrail.cli.eval import app as evals
+from vitrail.data.scenes.letters import BUILT_IN
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.talks import talks
@@ -80,13 +82,14 @@ ARMS = {
     "vlm-projector-1": ("vlm-queries", "projector"),
     "vlm-qformer": ("vlm-queries", "Q-Former"),
     "vlm-fused": ("vlm-queries", "fused"),
+    "vlm-unread": ("vlm-queries", "fused, question unread"),
     "vlm-tower": ("vlm-towers", "one tower"),
     "vlm-towers": ("vlm-towers", "two towers"),
     "vlm-wide": ("vlm-fit", "naive"),
     "vlm-letterbox": ("vlm-fit", "letterbox"),
     "vlm-crop": ("vlm-fit", "crop"),
     "vlm-gates": ("vlm-gates", "trained"),
-    "vlm-gates-first": ("vlm-gates", "one step"),
+    "vlm-gates-none": ("vlm-gates", "language model"),
 }
 
 
@@ -359,6 +362,29 @@ def test_text_is_continued_as_by_the_decoder_alone(name, atlas, words, pages):
     assert task.useful() > 32 + task.rows.before  # the text's, the picture's and the talk's
 
 
+def test_logits_are_held_in_training_alone(atlas, words, pages):
+    """What is judged is the loss without its penalty, so that stages with and without one can be compared."""
+    task = task_of("mini-vlm", atlas, words, {"text": pages})
+    found = {}
+    for training in (True, False):
+        task.model.train(training)
+        for z in (0.0, 0.1):
+            task.settings = task.settings.with_(z=z)
+            found[training, z] = task(task.collate([pages[0], pages[1]]))["text"]
+    assert found[True, 0.1] > found[True, 0.0] + 0.1 and found[False, 0.1] == found[False, 0.0]
+
+
+def test_words_are_read_in_a_font_that_was_not_learnt():
+    chosen = sweeps.read("vlm-towers")
+    for variant in chosen.variants:
+        sources = chosen.read_recipe(variant, 0).sources
+        learnt, judged = (set(sources[name].scene["fonts"]) for name in ("scenes", "unseen"))
+        asked = chosen.tests["reading"]
+        tested = {word for flag, word in itertools.pairwise(asked) if flag == "--fonts"}
+        assert learnt and tested == judged and not learnt & tested
+        assert learnt | tested == {font.name for font in BUILT_IN}
+
+
 def test_gates_leave_the_text_as_it_was(atlas, words, pages):
     task = task_of("mini-vlm-gated", atlas, words, {"text": pages})
     batch = {TEXT: task.collate([pages[0], pages[1]])[TEXT]}
@@ -370,6 +396,11 @@ def test_gates_leave_the_text_as_it_was(atlas, words, pages):
         optim.step()
     with torch.no_grad():
         assert torch.equal(task(batch)["text"], before)
+    plain = task_of("vlm-gates-none", atlas, words, {"text": pages})  # the other side of the claim: no gates at all
+    mine = task.model.decoder.state_dict()
+    plain.model.decoder.load_state_dict({k: v for k, v in mine.items() if not k.startswith("fusion.")})
+    with torch.no_grad():
+        torch.testing.assert_close(plain(batch)["text"], before)
     task.model.train()
     with pytest.raises(ConfigError, match="nothing that text reaches"):
         task(batch)
@@ -472,7 +503,9 @@ def test_every_variant_of_every_sweep_is_among_them():
 def test_arms_of_a_sweep_have_as_many_tokens_and_samples():
     for sweep in {sweep for sweep, _ in ARMS.values()} - {"vlm-gates"}:
         chosen = [arm(*where) for where in ARMS.values() if where[0] == sweep]
-        assert len({sum(stage.steps * stage.batch for stage in one.stages) for one in chosen}) == 1
+        assert len({one.stages[-1].steps * one.stages[-1].batch for one in chosen}) == 1  # of what is scored
+        before = [stage.steps for one in chosen for stage in one.stages[:-1] if stage.steps > 1]  # but for one stage
+        assert len(set(before)) == 1 and len(before) == len(chosen) - (sweep == "vlm")
         configs = [one.model_config() for one in chosen]
         assert {config.tokens(config.policy.cut(64, 64)) for config in configs} == {64}
         rows = {(one.settings(1).questions, one.settings(1).kinds, one.settings(1).length) for one in chosen}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vitrail.train.ahead import Ready, ahead
+from vitrail.train.ahead import Ready, ahead, one_early
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -38,3 +38,41 @@ def test_what_is_made_beside_a_long_pass_is_whole():
         for _ in range(20):
             y = y @ x / 64
         assert bool((ready.made[0]["at"] == step + 200).all())
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_what_fails_ahead_of_time_fails_in_its_own_turn(step):
+    def items():
+        for i in range(5):
+            if i == step:
+                raise OSError(f"step {i} cannot be read")
+            yield i
+
+    given = []
+    with pytest.raises(OSError, match=f"step {step}"):
+        for item in one_early(items()):
+            given.append(item)
+    assert given == list(range(step))
+
+
+def test_one_is_begun_before_the_one_ahead_of_it_is_given():
+    begun = []
+    items = one_early(begun.append(i) or i for i in range(3))
+    assert next(items) == 0 and begun == [0, 1]
+    assert [*items] == [1, 2] and not list(one_early(iter(())))
+
+
+def test_waiting_is_for_what_is_read_and_not_for_what_is_made(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("vitrail.train.ahead.time.perf_counter", lambda: clock[0])
+
+    def read():
+        for _ in range(3):
+            clock[0] += 2.0
+            yield [{"x": torch.zeros(1)}]
+
+    def make(micro):
+        clock[0] += 50.0
+        return micro
+
+    assert [ready.waited for ready in ahead(read(), make, torch.device("cpu"))] == [2.0] * 3

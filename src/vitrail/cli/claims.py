@@ -82,17 +82,13 @@ def run(
     print(f"\n{RULE}")
     if keep:
         command = f"vitrail sweep {chosen.sweep} --out {out} --jobs {jobs}"
-        _keep(out / "table.json", results / f"{chosen.files[0]}.json", command, device)
+        about = {"command": command, **sweeps.origins(sweeps.read(chosen.sweep), out)}
+        _keep(out / "table.json", results / f"{chosen.files[0]}.json", about)
         report(results=results)
 
 
-def _keep(table: Path, to: Path, command: str, device: str | None) -> None:
-    import torch
-
-    from vitrail.lab.origin import origin
-
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kept = {"origin": origin(command, where), "table": json.loads(table.read_text(encoding="utf-8"))}
+def _keep(table: Path, to: Path, origin: dict[str, str]) -> None:
+    kept = {"origin": origin, "table": json.loads(table.read_text(encoding="utf-8"))}
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -45,6 +45,13 @@ class Scenes:
     "Whose sprites; all unless said. May be repeated."
     atlas: str = "emoji"
     "Sprites: emoji, or a .safetensors file."
+    fonts: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    "In which fonts words are drawn; all unless said. May be repeated."
+
+    def changes(self) -> dict[str, Any]:
+        """What is asked of the scenes besides their preset."""
+        asked = {"vendors": list(self.vendors), "fonts": list(self.fonts)}
+        return {name: value for name, value in asked.items() if value}
 
 
 COMMON, SCENES = Common(), Scenes()
@@ -115,9 +122,7 @@ def open_scenes(preset: str, asked: Scenes, side: int) -> "tuple[SceneSource, Wo
 
     if preset not in SORTS:
         raise ConfigError(f"no pairs are made of the scenes {preset!r}", nearest(preset, SORTS))
-    scene: dict[str, object] = {"combinations": "all"}
-    if asked.vendors:
-        scene["vendors"] = list(asked.vendors)
+    scene = {"combinations": "all", **asked.changes()}
     config = ScenesConfig(atlas=asked.atlas, preset=preset, scene=scene, side=side, seed=asked.seed)
     source = SceneSource(config, open_atlas(asked.atlas))
     return source, Words.of(source.atlas.table), SORTS[preset]

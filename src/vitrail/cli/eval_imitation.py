@@ -41,7 +41,8 @@ def imitation(
     rounds
         Steps of training of every policy.
     seeds
-        Policies of each kind, with other labels, weights and levels.
+        Policies of each kind, with other labels, weights and levels. Intervals are over the episodes of all of them,
+        and leave out how much other policies would differ.
     episodes
         Levels that each of them plays.
     steps
@@ -83,16 +84,20 @@ def imitation(
         raise DataError(f"{data} has frames of {tuple(videos[0][0].shape[-2:])}", f"the model's are {genie.codec.size}")
     seen = watch(videos, infer, genie.actions, len(manifest.actions.names))
     print(f"{len(seen.frames):,} steps of {len(videos)} episodes were watched")
-    rows = judge_imitation(
-        seen,
-        open_simulator(manifest.world, manifest.side),
-        labels,
-        config=CloneConfig(rounds=rounds),
-        seeds=seeds,
-        episodes=episodes,
-        steps=steps or manifest.steps,
-        device=device,
-    )
+    simulator = open_simulator(manifest.world, manifest.side)
+    try:
+        rows = judge_imitation(
+            seen,
+            simulator,
+            labels,
+            config=CloneConfig(rounds=rounds),
+            seeds=seeds,
+            episodes=episodes,
+            steps=steps or manifest.steps,
+            device=device,
+        )
+    finally:
+        getattr(simulator, "close", lambda: None)()
     scores = []
     for what in ("success", "returns"):
         for row in rows:

@@ -92,7 +92,7 @@ def scenes_of(
     from vitrail.data.scenes.source import ScenesConfig, SceneSource
     from vitrail.data.told import words_about
 
-    scene = {**({"vendors": list(asked.vendors)} if asked.vendors else {}), **(changes or {})}
+    scene = {**asked.changes(), **(changes or {})}
     config = ScenesConfig(atlas=asked.atlas, preset=preset, scene=scene, side=side, seed=asked.seed)
     source = SceneSource(config, open_atlas(asked.atlas))
     return source, words_about(source)

@@ -47,7 +47,7 @@ def world(
     part
         Of the episodes: test is the tenth of them that training does not read.
     count
-        Videos at most.
+        Videos at most, one an episode, so that intervals are over episodes.
     length
         Frames of a video.
     steps
@@ -70,13 +70,13 @@ def world(
     """
     from vitrail import hub
     from vitrail.evals.suites.worlds import judge_world
-    from vitrail.evals.suites.worlds_far import CLIP, judge_far, judge_steps
+    from vitrail.evals.suites.worlds_far import CLIP, LEAST, judge_far, judge_steps
     from vitrail.generate.rollout import Rolling
     from vitrail.generate.sampling import Sampling
     from vitrail.models.genie import Genie
 
-    if not steps or count < 2 or length < 2 * CLIP:
-        raise ConfigError(f"{count} videos of {length} frames", f"two or more, of {2 * CLIP}, and steps")
+    if not steps or count < LEAST or length < 2 * CLIP:
+        raise ConfigError(f"{count} videos of {length} frames", f"{LEAST} or more, of {2 * CLIP}, and steps")
     loaded = hub.load(model, device=device_of(common))
     if not isinstance(loaded, Genie):
         raise CheckpointError(f"{model} is a {type(loaded).__name__}, not a world model", "give a Genie")
@@ -93,8 +93,10 @@ def world(
     scores += _meaning(near.purity, far.read, actions, known, loaded)
     for one in far.strayed:
         scores += [] if one.psnr is None else [_points(one.psnr, "psnr", at=one.at)]
-    apart = {"real clips": far.apart.value}
-    scores += [_points(one.frechet, f"FVD, {one.frechet.name}", beside=apart, at=one.at) for one in far.strayed]
+    apart, chance = {"the videos' first clips": far.apart.value}, {"real clips": far.chance.value}
+    title = f"FVD, {far.apart.name}"
+    scores += [_points(one.frechet, title, beside=apart, at=one.at) for one in far.strayed]
+    scores += [_points(one.halves, f"{title}, to other videos", beside=chance, at=one.at) for one in far.strayed]
     for pace in judge_steps(loaded, video, actions, steps, rolling, seed=seed):
         speed = {"frames a second, one world": pace.fps}
         scores += [_points(pace.psnr, steps=pace.steps, beside=speed), _points(pace.control, steps=pace.steps)]
@@ -112,7 +114,8 @@ def world(
 def _videos(
     data: Path, part: Literal["train", "test", "all"], count: int, length: int
 ) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[str, ...]]":
-    """uint8 (B, T, C, H, W), what was done (B, T − 1), what every pixel shows (B, T, H, W), and the names of that."""
+    """uint8 (B, T, C, H, W), what was done (B, T − 1), what every pixel shows (B, T, H, W), and the names of that; one
+    window an episode, anywhere in it."""
     import numpy as np
     import torch
 
@@ -124,8 +127,11 @@ def _videos(
     fields = ("frames", "actions", *(("labels",) if "labels" in manifest.tracks else ()))
     config = EpisodesConfig(folder=str(data), length=length, stride=length, part=part, fields=fields, hold=0)
     source = EpisodeSource(config)
-    taken = sorted(permuted(i, len(source), 0) for i in range(min(count, len(source))))
-    windows = [source[i] for i in taken]
+    taken: dict[int, int] = {}  # episode → window
+    for item in (permuted(i, len(source), 0) for i in range(len(source))):
+        if len(taken) < count:
+            taken.setdefault(source.place(item)[0], item)
+    windows = [source[item] for item in sorted(taken.values())]
     made = {name: torch.from_numpy(np.stack([window[name] for window in windows])) for name in fields}
     return made["frames"].movedim(-1, 2), made["actions"], made.get("labels"), manifest.labels
 

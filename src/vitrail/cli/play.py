@@ -1,6 +1,8 @@
 """`vitrail play`: a world in the browser, under the keys."""
 
 import os
+import threading
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,7 @@ from vitrail.errors import CheckpointError, ConfigError
 
 WORLD = "mini-world"  # the world that ships with the package
 TRAIN = "vitrail train untested/genie-coinrun --out out/genie"
+INSTEAD = f"train a world ({TRAIN}) and give out/genie/final, or play a simulator alone: vitrail play --world pocket"
 
 
 def play(
@@ -20,7 +23,7 @@ def play(
     picture: str | None = None,
     episodes: Path | None = None,
     steps: int = 2,
-    temperature: float = 1.0,
+    temperature: float = 0.5,
     players: int = 4,
     port: int = 0,
     open: Annotated[bool, Parameter(negative="--no-open")] = True,
@@ -49,7 +52,7 @@ def play(
     steps
         Passes that draw a frame.
     temperature
-        0 takes what is likeliest.
+        Below 1 likely codes are drawn more often; 0 takes what is likeliest.
     players
         Pages that may play at once, each in a world of its own.
     port
@@ -75,13 +78,12 @@ def play(
     if world is not None:
         choices(world)
     if model is None and world is None and WORLD not in shipped():
-        raise CheckpointError(
-            f"no weights of {WORLD} came with this copy of Vitrail",
-            f"train some ({TRAIN}) and give out/genie/final, or play a simulator alone: vitrail play --world pocket",
-        )
+        raise CheckpointError(f"no weights of {WORLD} came with this copy of Vitrail", INSTEAD)
     name = model or (WORLD if world is None else None)
     if name is None and (picture is not None or episodes is not None):
         raise ConfigError("--picture and --episodes are for a model, and there is none", "name a model's folder")
+    if name is not None:
+        _check(name)
     playground = None if name is None else Playground.load(name, device=device)
     if playground is not None and episodes is not None:
         playground = playground.with_episodes(episodes)
@@ -99,12 +101,24 @@ def play(
         address = f"http://127.0.0.1:{link.getsockname()[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         if open:
-            import webbrowser
-
-            webbrowser.open(address)
+            # A browser in the terminal holds whoever opens it until it is closed, and the page needs the server.
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         try:
             make_server(arcade).run(sockets=[link])
         except KeyboardInterrupt:  # the server has said goodbye to everyone
             print()
         finally:
             arcade.close()
+
+
+def _check(name: str) -> None:
+    """Whether it is a world, before any weight is read."""
+    from vitrail.ready import plays
+
+    try:
+        is_world = plays(name)
+    except CheckpointError as error:
+        there = os.path.exists(name)  # noqa: PTH110 (Path.exists fails on a name that is too long)
+        raise CheckpointError(error.problem, error.remedy if there else INSTEAD) from None
+    if not is_world:
+        raise ConfigError(f"{name} is no world model", INSTEAD)

@@ -69,7 +69,7 @@ def fit(
     differences
         Draw these.
     """
-    from vitrail.lab import curves
+    from vitrail.lab import curves, laws_drawn
 
     check_figures(out, clusters, differences)
     check_written(json)
@@ -81,19 +81,14 @@ def fit(
     if json is not None:
         write_plain(json, {"scores": scores, "laws": {name: law.plain() for name, law in laws.items()}})
     if out is not None:
-        save_figure(_laws_figure(laws, scores), out)
+        save_figure(laws_drawn.laws_figure(laws, scores), out)
     if clusters is not None:
-        save_figure(_clusters_figure(columns, count, scores), clusters)
+        save_figure(laws_drawn.clusters_figure(columns, count, scores), clusters)
     if against is not None and differences is not None:
-        from vitrail.show.scaling import draw_differences
-
         gaps = curves.differences(columns, read_columns(against, task, drop))
         if missing := [name for name in columns if name not in gaps]:
             print(f"not in {against}: {', '.join(missing)}")
-        points = {name: list(zip(*gap, strict=True)) for name, gap in gaps.items()}
-        signs = [value > 0 for gap in gaps.values() for value in gap.s]
-        note = f"{scores} is better (green) in {sum(signs)} of {len(signs)}; from few tokens, above, to many"
-        save_figure(draw_differences(points, f"What {scores} has over {against}", note), differences)
+        save_figure(laws_drawn.differences_figure(gaps, scores, against), differences)
 
 
 app.command(
@@ -163,34 +158,6 @@ def _law_rows(laws: "dict[str, Law]", at: Sequence[float]) -> list[tuple[str, ..
         cells = [f"{value:.4g} [{low:.4g}, {high:.4g}]" for value, low, high in later]
         rows.append((name, str(len(law.n)), law.form, told, between, far, *cells))
     return rows
-
-
-def _laws_figure(laws: "dict[str, Law]", scores: str) -> "Figure":
-    import numpy as np
-
-    from vitrail.show.scaling import Fitted, draw_laws
-
-    panels = []
-    for name, law in laws.items():
-        n = np.geomspace(*law.ends, 60)
-        value, low, high = (list(zip(n.tolist(), line.tolist(), strict=True)) for line in law.predict(n))
-        told = f"{law.form}: " + "  ".join(f"{key} {x:.4g}" for key, x in law.parameters.items())
-        panels.append(Fitted(name, told, list(zip(law.n, law.s, strict=True)), value, low, high, law.outliers))
-    note = "score over visual tokens; dashes hold 95 % of new measurements, red ones are outliers"
-    return draw_laws(panels, f"Laws of {scores}", note)
-
-
-def _clusters_figure(columns: "dict[str, Column]", count: int, scores: str) -> "Figure":
-    from vitrail.lab import curves
-    from vitrail.show.scaling import draw_clusters
-
-    groups = [
-        {task: list(zip(columns[task].n, curves.scaled(columns[task]), strict=True)) for task in group}
-        for group in curves.clusters(columns, count)
-    ]
-    return draw_clusters(
-        groups, f"Curves of {scores} that are alike", "scores between the least and the most, over visual tokens"
-    )
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from statistics import mean
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -16,21 +15,41 @@ from vitrail.cli.scaling import print_table, save_figure
 from vitrail.cli.written import write_plain
 from vitrail.errors import ConfigError, TrainError, VitrailError
 from vitrail.hub.files import write_json
-from vitrail.lab.contrasts import Contrast, Point, gain, law, scores, steeper
+from vitrail.lab.contrasts import (
+    Contrast,
+    Line,
+    Point,
+    above_chance,
+    as_scored,
+    column,
+    gain,
+    lines,
+    panels,
+    steeper,
+)
 from vitrail.lab.exact import NAMING
 from vitrail.show.scaling import draw_ways
 from vitrail.sweep import check_starts
-from vitrail.token_scaling import ALONE, ANOTHER, PHASES, TOLD, WITHHELD, Design, Experiment, Phase
+from vitrail.token_design import Design
+from vitrail.token_scaling import ALONE, ANOTHER, PHASES, TOLD, WITHHELD, Experiment, Phase
 
 Numbers = Annotated[tuple[int, ...], Parameter(negative="")]
 Hidden = Parameter(show=False)
 DEFAULT = Design()
+DESIGN = "design.json"
 STEEP, FLAT = "reading", "existence_random"
+POINTING = "questions that point"
+DECLARED = (  # what the experiment is for: of these alone a verdict is given
+    f"α of {STEEP} − α of {FLAT}, above chance, {TOLD}",
+    f"{TOLD} over {ALONE}, {POINTING}",
+    f"{TOLD} over {ALONE}, {POINTING} less {NAMING}",
+)
 
 # Models of a few thousand weights from chance, two steps each: whether all of it runs.
 _WIDE = {"norm": "rms", "eps": 1e-5, "attention": {"heads": 2}, "mlp": {"kind": "gated", "hidden": 24}}
-_STAGE = {"steps": 2, "save_every": 2, "batch": 4, "dtype": "float32", "compile": False, "workers": 0}
-SMOKE: dict[str, Any] = {
+_STAGE: dict[str, Any] = {"steps": 2, "save_every": 2, "batch": 4, "dtype": "float32", "compile": False, "workers": 0}
+_STAGE |= {"schedule": {"kind": "constant"}}
+_BOTH: dict[str, Any] = {
     "tokenizer": {"train": 512, "specials": ["<image>"]},
     "model.parts": {},
     "model.config.rules": {"fill": 1},
@@ -41,13 +60,17 @@ SMOKE: dict[str, Any] = {
     "model.config.tower.block.width": 16,
     "model.config.tower.block.mlp.hidden": 24,
     "model.config.connector": {"kind": "projector", "reads": 16, "gives": 32},
-    "model.config.queries": {"kind": "fused", "reads": 32, "gives": 32, "vocab": 512, "layers": 4, "width": 32}
-    | {"heads": 2, "hidden": 24},
     "model.config.decoder": {"vocab": 512, "layers": 4, "tied": True, "context": 128, "rotary": {"head_dim": 16}}
     | {"block": {"width": 32, **_WIDE}},
-    **{f"sources.{name}.side": 16 for name in ("scenes", "named", "unseen", "unseen-named")},
-    **{f"stages.{i}.{key}": value for i in (0, 1) for key, value in _STAGE.items()},
-    **{f"stages.{i}.schedule": {"kind": "constant"} for i in (0, 1)},
+    **{f"sources.{name}.side": 16 for name in ("scenes", "named")},
+    **{f"stages.0.{key}": value for key, value in _STAGE.items()},
+}
+SMOKE: dict[str, Any] = {
+    **{f"{which}.{key}": value for which in ("base", "queries") for key, value in _BOTH.items()},
+    **{f"base.stages.1.{key}": value for key, value in _STAGE.items()},
+    "queries.model.config.queries": {"kind": "fused", "reads": 32, "gives": 32, "vocab": 512, "layers": 4, "width": 32}
+    | {"heads": 2, "hidden": 24},
+    **{f"queries.sources.{name}.side": 16 for name in ("unseen", "unseen-named")},
 }
 
 
@@ -65,6 +88,7 @@ def run(
     device: str | None = None,
     phase: Annotated[Phase | None, Hidden] = None,
     share: Annotated[str, Hidden] = "0/1",
+    design_file: Annotated[Path | None, Hidden] = None,
 ) -> None:
     """Train a model once, and behind it runs with few and many visual tokens, with the question fused into them and
     without; test all on the same questions, fit the law of every kind, and say whether reading grows faster than
@@ -76,7 +100,8 @@ def run(
     Parameters
     ----------
     changes
-        Settings of either recipe to change, as key=value with dotted keys.
+        Settings of either recipe to change, as key=value with dotted keys. Before one that both have stands base. or
+        queries., for example queries.stages.0.steps=400.
     out
         Folder for all runs and for what is said of them: scaling.json, scaling.svg and a table of scores a way.
     base
@@ -98,14 +123,14 @@ def run(
     device
         cpu or cuda; a GPU is used where there is one.
     """
-    file = out / "design.json"
-    if phase is not None:  # one of the jobs
-        _one_job(Experiment(Design.read(_read(file)), out, device), phase, share)
+    if phase is not None and design_file is not None:  # one of the jobs
+        design = Design.read(json.loads(design_file.read_text(encoding="utf-8")))
+        _one_job(Experiment(design, out, device), phase, share)
         return
     if jobs < 1 or seeds < 1:
         raise ConfigError(f"{jobs} jobs, {seeds} seeds", "give at least 1 of each")
     if wrong := [change for change in changes if "=" not in change]:
-        raise ConfigError(f"{wrong[0]!r} is no key=value", "for example stages.0.steps=500")
+        raise ConfigError(f"{wrong[0]!r} is no key=value", "for example base.stages.1.steps=500")
     laid = deepcopy(SMOKE if smoke else {}) | dict(map(_change, changes))
     small: dict[str, Any] = {"tokens": (1, 4, 16), "seeds": (0,), "steps": 2, "count": 8} if smoke else {}
     asked: dict[str, Any] = {"tokens": tokens, "seeds": tuple(range(seeds)), "steps": steps, "count": count}
@@ -113,7 +138,7 @@ def run(
     experiment = Experiment(design, out, device)
     check_starts(experiment.sweep_of("base"), experiment.folder)
     experiment.folder.mkdir(parents=True, exist_ok=True)
-    write_json(file, design.plain())
+    write_json(experiment.folder / DESIGN, design.plain())
     for each in PHASES:
         _phase(experiment, each, out, min(jobs, len(experiment.planned(each))), device)
     tell(experiment, out)
@@ -127,6 +152,7 @@ def _phase(experiment: Experiment, phase: Phase, out: Path, jobs: int, device: s
         experiment.cut()  # once, before many would
     more = [] if device is None else ["--device", device]
     words = [sys.executable, "-m", "vitrail.cli", "scaling", "run", "--out", str(out), "--phase", phase, *more]
+    words += ["--design-file", str(experiment.folder / DESIGN)]
     logs, started = [out / f"{phase}-{i}.log" for i in range(jobs)], []
     try:
         for i, log in enumerate(logs):
@@ -168,82 +194,61 @@ def _change(word: str) -> tuple[str, Any]:
     return key, value
 
 
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text())
-
-
 # ---- what is said of it -----------------------------------------------------------------------------------------
 
 
 def tell(experiment: Experiment, out: Path) -> None:
     """Print the tables and the answers, and write them with all scores."""
-    points, questions = experiment.points(), experiment.questions()
-    ways, kinds = (list(dict.fromkeys(getattr(p, name) for p in points)) for name in ("way", "kind"))
-    counts = sorted({p.tokens for p in points})
-    rows, laws = [("kind", "way", *map(str, counts), "α")], {}
-    for kind in kinds:
-        for way in ways:
-            found = law(points, way, kind)
-            by = {n: [p.value for (m, _), p in scores(points, way, kind).items() if m == n] for n in counts}
-            cells = [f"{mean(values):.1%}" if values else "–" for values in by.values()]
-            told = "–" if found is None else "{:+.4f} [{:+.4f}, {:+.4f}]".format(found.alpha, *found.intervals["alpha"])
-            rows.append((kind, way, *cells, told))
-            if found is not None:
-                laws.setdefault(way, {})[kind] = found.plain()
-    print_table(rows)
-    contrasts = answers(points, kinds)
+    points = experiment.points()
+    told, counts = lines(points), sorted({p.tokens for p in points})
+    print_table([("kind", "way", *map(str, counts), "α"), *(_cells(line, counts) for line in told)])
+    contrasts = answers(points)
     print()
-    print_table([(name, str(found)) for name, found in contrasts.items()])
+    print_table([(name, "too few" if one is None else str(one)) for name, one in contrasts.items()])
+    laws: dict[str, dict[str, Any]] = {}
+    for line in told:
+        if line.law is not None:
+            laws.setdefault(line.way, {})[line.kind] = line.law.plain()
     write_plain(
         out / "scaling.json",
         {
             "design": experiment.design.plain(),
-            "questions": questions,
+            "questions": {p.kind: {"of": p.of, "blind": p.blind} for p in points},
             "scores": [p.plain() for p in points],
             "laws": laws,
-            "contrasts": {name: {**found.plain(), "sign": found.sign} for name, found in contrasts.items()},
+            "contrasts": {name: one and {**one.plain(), "sign": one.sign} for name, one in contrasts.items()},
         },
         experiment.device,
     )
-    for way in laws:
-        _table(points, way, kinds, out / f"scores-{way.replace(' ', '-').lower()}.csv")
-    lines = {
-        kind: {
-            way: [(n, mean(v)) for n in counts if (v := [p.value for p in points if _key(p) == (way, n, kind)])]
-            for way in ways
-        }
-        for kind in kinds
-    }
+    for way, kinds in laws.items():
+        _table(points, way, list(kinds), out / f"scores-{way.replace(' ', '-').lower()}.csv")
     note = "share of questions answered over visual tokens, mean over seeds"
-    save_figure(draw_ways(lines, "How many visual tokens", note), out / "scaling.svg")
+    save_figure(draw_ways(panels(told), "How many visual tokens", note), out / "scaling.svg")
 
 
-def answers(points: Sequence[Point], kinds: Sequence[str]) -> dict[str, Contrast]:
-    """The questions of the experiment, by what is told of them."""
-    found = {}
-    if {STEEP, FLAT} <= set(kinds):
-        found |= {f"α of {STEEP} − α of {FLAT}, {way}": steeper(points, way, STEEP, FLAT) for way in (TOLD, ALONE)}
-    absent = [kind for kind in kinds if kind.startswith("unanswerable")]  # asked about what is not there
-    pointing = [kind for kind in kinds if kind not in (NAMING, *absent)]
+def answers(points: Sequence[Point]) -> dict[str, Contrast | None]:
+    """The questions of the experiment, by what is told of them; those that it was made for come first."""
+    kinds = list(dict.fromkeys(p.kind for p in points))
+    found: dict[str, Contrast | None] = dict.fromkeys(DECLARED)
+    for by, said in ((above_chance, "above chance"), (as_scored, "as scored")):
+        for way in (TOLD, ALONE):
+            found[f"α of {STEEP} − α of {FLAT}, {said}, {way}"] = steeper(points, way, STEEP, FLAT, by)
+    pointing = [kind for kind in kinds if kind != NAMING]
     for over in (ALONE, WITHHELD, ANOTHER):
-        for kind in kinds:
-            found[f"{TOLD} over {over}, {kind}"] = gain(points, TOLD, over, [kind])
-        for control in ([NAMING], absent):
-            if set(control) & set(kinds):
-                name = f"{TOLD} over {over}, questions that point less {', '.join(control)}"
-                found[name] = gain(points, TOLD, over, pointing, control)
-    return found
+        found[f"{TOLD} over {over}, {POINTING}"] = gain(points, TOLD, over, pointing)
+        found[f"{TOLD} over {over}, {POINTING} less {NAMING}"] = gain(points, TOLD, over, pointing, [NAMING])
+        found |= {f"{TOLD} over {over}, {kind}": gain(points, TOLD, over, [kind]) for kind in kinds}
+    return {name: one and one.with_(declared=name in DECLARED) for name, one in found.items()}
+
+
+def _cells(line: Line, counts: Sequence[int]) -> tuple[str, ...]:
+    means = (f"{line.means[n]:.1%}" if n in line.means else "–" for n in counts)
+    return line.kind, line.way, *means, line.alpha
 
 
 def _table(points: Sequence[Point], way: str, kinds: Sequence[str], file: Path) -> None:
-    """A line a run, for `vitrail scaling fit` and `plan`; in percent."""
-    columns = {kind: scores(points, way, kind) for kind in kinds}
-    runs = sorted({run for column in columns.values() for run in column})
-    rows = [
-        [str(n), *(f"{100 * c[n, s].positive:.4g}" if (n, s) in c else "" for c in columns.values())] for n, s in runs
-    ]
+    """What laws are fitted to, for `vitrail scaling fit` and `plan`: a line a number of tokens, in percent."""
+    columns = [dict(zip(*column(points, way, kind), strict=True)) for kind in kinds]
+    counts = sorted({n for one in columns for n in one})
+    rows = [[f"{n:g}", *(f"{100 * one[n]:.6g}" if n in one else "" for one in columns)] for n in counts]
     file.write_text("\n".join(map(",".join, [["n", *kinds], *rows])) + "\n")
-
-
-def _key(point: Point) -> tuple[str, int, str]:
-    return point.way, point.tokens, point.kind

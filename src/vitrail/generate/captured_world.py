@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
 from vitrail.generate.captured import Pinned, graph_of
 from vitrail.generate.rollout import Rolling, Rollout
 from vitrail.models.genie import Genie
@@ -41,6 +41,12 @@ class CapturedRollout(Rollout):
         self.compiled = compiled
         self._recorded: Recorded | None = None
 
+    def start(self, frames: Tensor, actions: Tensor | None = None, seed: int | None = None) -> Tensor:
+        size = self.model.codec.size
+        if tuple(frames.shape[-2:]) != size:  # a graph is of one grid, and others may have as many codes
+            raise DataError(f"frames of {tuple(frames.shape[-2:])} pixels", f"the model's are {size}, or use Rollout")
+        return super().start(frames, actions, seed)
+
     def _next(self, led: Tensor, chance: Tensor) -> Tensor:
         given = led, chance, self.codes
         if not (isinstance(self.past, FrameRing) and isinstance(self.shown, FrameRing)):
@@ -67,21 +73,28 @@ class CapturedRollout(Rollout):
         frame = torch.empty(len(led), C, H, W, dtype=torch.uint8, device=led.device)
         ids, memory = self.ids[:, None].clone(), (self.past, self.shown)
         seen = [torch.as_tensor(one.seen).clone() for one in memory]
-        plain, self.codes = super()._next, codes
+        plain, before = super()._next, (self.codes, self._ids)
 
         def draw() -> None:
             frame.copy_(plain(led, chance))
             ids.copy_(self.ids[:, None])
 
-        def rehearse() -> None:  # what it writes is written again, at the same place
-            draw()
+        def go_back() -> None:
             for one, count in zip(memory, seen, strict=True):
                 torch.as_tensor(one.seen).copy_(count)
 
+        def rehearse() -> None:  # what it writes is written again, at the same place
+            draw()
+            go_back()
+
         blocks = [*self.model.dynamics.transformer.blocks, *self.model.codec.decoder.blocks] if self.compiled else []
-        with _compiled(blocks):
-            graph = graph_of(draw, rehearse)
-        self.codes = given[2]
+        self.codes = codes
+        try:
+            with _compiled(blocks):
+                graph = graph_of(draw, rehearse)
+        finally:  # a world that could not be recorded goes on from where it was
+            self.codes, self._ids = before
+            go_back()
         return Recorded(graph, reads, (frame, ids), memory, Pinned(self.model))
 
 

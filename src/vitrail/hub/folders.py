@@ -14,7 +14,7 @@ from vitrail.codecs.quantizers import FSQ, Quantizer
 from vitrail.config import Config
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub import pictures
-from vitrail.hub.based import Base, apart, base_of, joined
+from vitrail.hub.based import WORDS, Base, apart, base_of, joined, refuse_itself
 from vitrail.hub.configs import OWN, Found, find, layers, resolve
 from vitrail.hub.families import FAMILIES, MODELS
 from vitrail.hub.family import Family
@@ -24,8 +24,6 @@ from vitrail.hub.rows8 import packed, unpacked
 from vitrail.hub.single import Single, single_tokenizer
 from vitrail.nn import Rotary
 from vitrail.processing.text import Tokenizer, read_sidecar
-
-WORDS = "tokenizer.json"
 
 
 def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
@@ -56,6 +54,7 @@ def save(
     tensors: Iterable[tuple[str, Tensor]] = model.state_dict().items()
     about = {"kind": kind, "vitrail": __version__, "config": config.plain()}
     if base is not None:
+        refuse_itself(folder, base)
         stands = Base.of(base)
         tensors, about["base"] = apart(tensors, stands.tensors(load)), stands.plain()
     write_weights(folder, packed(tensors) if small else tensors)
@@ -80,6 +79,7 @@ def tokenizer(name_or_path: str | Path) -> Tokenizer:
         return Tokenizer.load(path) if found is None else found
     if (base := base_of(path)) is None:
         return Tokenizer.load(path)
+    base.check_words()
     words = copy.copy(tokenizer(base.start))  # its words, by our names for them, and our way of asking
     words.named, words.chat_template, stops = read_sidecar(path)
     words.stops = tuple(dict.fromkeys([*([] if words.eos is None else [words.eos]), *stops]))

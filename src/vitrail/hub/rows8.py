@@ -1,6 +1,7 @@
 """Weights in a quarter of their size: whole numbers of 8 bits, with one scale a row. For models that ship or travel.
 
-A tensor of two axes or more is stored as int8, and beside it `NAME:scale`, float32; vectors stay as they are.
+A tensor of two axes or more is stored as int8, and beside it `NAME:scale`, float32; vectors are stored as float32, as
+matrices come back.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ SCALE = ":scale"
 def packed(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         if tensor.ndim < 2 or not tensor.is_floating_point():
-            yield name, tensor
+            yield name, tensor.float() if tensor.is_floating_point() else tensor
             continue
         rows = tensor.detach().float().flatten(1)
         if not bool(rows.isfinite().all()):

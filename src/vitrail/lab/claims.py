@@ -24,7 +24,8 @@ RULE = (
     "The effect is the first variant's score less the second's, seed by seed; its interval is Student's of 95 % over "
     "seeds. A claim names the range that the effect lies in. It holds if the whole interval is inside that range, it "
     f"does not hold if the whole interval is outside, and it is undecided otherwise, with fewer than {SEEDS} seeds, "
-    "or where a seed's effect is no finite number."
+    "or where a seed's effect is no finite number. A claim that two variants are alike has a floor, by a margin better "
+    "than a blind guess, and is undecided unless both are better than that: two that have learnt nothing are alike too."
 )
 Verdict = Literal["holds", "does not hold", "undecided"]
 
@@ -33,15 +34,23 @@ class Unit(NamedTuple):
     scale: float
     digits: int
     level: str  # what a score is told in, where that differs from what a difference is
+    better: Literal[1, -1]  # upwards or downwards
 
 
-UNITS = {"points": Unit(100, 1, "%"), "dB": Unit(1, 2, "dB"), "nats": Unit(1, 4, "nats"), "FD": Unit(1, 0, "FD")}
+UNITS = {
+    "points": Unit(100, 1, "%", 1),
+    "dB": Unit(1, 2, "dB", 1),
+    "nats": Unit(1, 4, "nats", -1),
+    "FD": Unit(1, 0, "FD", -1),
+}
 
 
 class Claim(Config):
-    """`above` and `below` are the ends of the range that the effect is claimed to lie in, in the score's own numbers;
-    one may be missing. `results` are the files that keep what was measured, by default one of the sweep's name; where
-    several commands and no sweep made them, `commands` are these."""
+    """`above` and `below` are the ends of the range that the effect is claimed to lie in, in the score's own
+    numbers; one may be missing. `floor` is what both variants' means must be better than for the effect to say
+    anything; a claim with two ends, that they are alike, must have one. `results` are the files that keep what was
+    measured, by default one of the sweep's name; where several commands and no sweep made them, `commands` are
+    these."""
 
     name: str
     says: str
@@ -54,6 +63,7 @@ class Claim(Config):
     unit: Literal["points", "dB", "nats", "FD"]
     above: float | None = None
     below: float | None = None
+    floor: float | None = None
     sweep: str | None = None
     results: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
@@ -63,6 +73,11 @@ class Claim(Config):
             raise ConfigError(f"claim {self.name!r} claims nothing", "give above, below or both")
         if self.above is not None and self.below is not None and self.above >= self.below:
             raise ConfigError(f"claim {self.name!r}: nothing is above {self.above} and below {self.below}", "swap them")
+        if self.above is not None and self.below is not None and self.floor is None:
+            raise ConfigError(
+                f"claim {self.name!r} says that two are alike, as two that have learnt nothing are",
+                "give a floor: what a blind guess reaches, and a margin",
+            )
         if (self.sweep is None) != bool(self.commands) or not self.files:
             raise ConfigError(f"claim {self.name!r} can not be run", "give a sweep, or commands and results")
 
@@ -109,8 +124,15 @@ class Found(NamedTuple):
         return self.effect - half, self.effect + half
 
     @property
+    def blind(self) -> list[str]:
+        """The variants that are no better than the floor."""
+        claim, better = self.claim, UNITS[self.claim.unit].better
+        sides = {claim.first: self.first, claim.second: self.second}
+        return [name for name, side in sides.items() if claim.floor is not None and better * (side - claim.floor) <= 0]
+
+    @property
     def verdict(self) -> Verdict:
-        if len(self.effects) < SEEDS or self.interval is None:
+        if len(self.effects) < SEEDS or self.interval is None or self.blind:
             return "undecided"
         low, high = self.interval
         above = -math.inf if self.claim.above is None else self.claim.above
@@ -122,12 +144,19 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         unit = self.claim.unit
         few = f" ({self.seeds})" if len(self.effects) < SEEDS or self.broken else ""
-        return f"{told(self.effect, unit, sign=True)} {between(self.interval, unit)}: {self.verdict}{few}"
+        return f"{told(self.effect, unit, sign=True)} {between(self.interval, unit)}: {self.verdict}{few}{self.floored}"
+
+    @property
+    def floored(self) -> str:
+        """Who is no better than the floor, in words."""
+        if not self.blind or self.claim.floor is None:
+            return ""
+        return f", no better than {level(self.claim.floor, self.claim.unit)}: {', '.join(self.blind)}"
 
 
 def told(value: float, unit: str, *, sign: bool = False) -> str:
     """A difference in its unit, as a person reads it."""
-    scale, digits, _ = UNITS[unit]
+    scale, digits, *_ = UNITS[unit]
     return f"{value * scale:{'+' if sign else ''}.{digits}f} {unit}".replace("-", "−")
 
 
@@ -139,7 +168,7 @@ def level(value: float, unit: str) -> str:
 def between(interval: tuple[float, float] | None, unit: str) -> str:
     if interval is None:
         return "[no interval]"
-    scale, digits, _ = UNITS[unit]
+    scale, digits, *_ = UNITS[unit]
     return "[{:+.{d}f}, {:+.{d}f}]".format(*(x * scale for x in interval), d=digits).replace("-", "−")
 
 

@@ -39,7 +39,7 @@ def page(folder: Path) -> str:
             _table(COLUMNS, [_row(one) for one, _ in rows]),
         ]
     if waiting:
-        rows = [(claim.says, claim.source, claim.published, claim.range, command(claim)) for claim in waiting]
+        rows = [(claim.says, claim.source, claim.published, _claimed(claim), command(claim)) for claim in waiting]
         parts += ["## Not run yet\n", _table(("claim", "source", "published", "claimed effect", "command"), rows)]
     return "\n".join(parts)
 
@@ -66,13 +66,17 @@ def _origins(every: Sequence[Kept]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _claimed(claim: Claim) -> str:
+    return claim.range + ("" if claim.floor is None else f"; both better than {level(claim.floor, claim.unit)}")
+
+
 def _row(one: Found) -> tuple[str, ...]:
     claim = one.claim
     ours = f"{claim.first}: {level(one.first, claim.unit)}; {claim.second}: {level(one.second, claim.unit)}"
-    verdict = f"**{one.verdict}**, {one.seeds}"
+    verdict = f"**{one.verdict}**, {one.seeds}{one.floored}"
     effect = told(one.effect, claim.unit, sign=True)
     interval = between(one.interval, claim.unit)
-    return claim.says, claim.published, claim.range, ours, effect, interval, verdict, command(claim)
+    return claim.says, claim.published, _claimed(claim), ours, effect, interval, verdict, command(claim)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

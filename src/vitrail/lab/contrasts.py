@@ -1,22 +1,28 @@
 """What runs over numbers of tokens say together: which kinds of question grow faster, and what being told helps.
 
 A run is tested on several kinds and in several ways, so comparisons are made run by run, and what all scores of a run
-share drops out. Intervals are Student's over runs, which differ in seed and number of tokens; all are asked the same.
+share drops out. Runs of one seed, or of one number of tokens, are not independent of each other, so that an interval
+counts neither twice: exponents are of means over seeds, a number of tokens each, and gains of means over tokens, a seed
+each. All runs are asked the same.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from statistics import mean
-from typing import Self
+from typing import NamedTuple, Self
 
 from vitrail.config import Config
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError
 from vitrail.lab.scaling import Law, fit
 from vitrail.lab.scores import Column
 from vitrail.lab.student import half_width
 
+LEAST = 3  # numbers of tokens that a law needs
+
 
 class Point(Config):
-    """The share of `of` questions of a kind that one run answered. `way` is how the tokens were made."""
+    """The share of `of` questions of a kind that one run answered. `way` is how the tokens were made, `blind` what
+    reading the questions alone would have answered."""
 
     way: str
     tokens: int
@@ -24,32 +30,54 @@ class Point(Config):
     kind: str
     value: float
     of: int
+    blind: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.value <= 1 and 0 <= self.blind < 1) or self.tokens < 1 or self.of < 1:  # nor is NaN
+            raise ConfigError(
+                f"{self.kind}, {self.way}: {self.value:g} of {self.of} questions with {self.tokens} tokens, "
+                f"{self.blind:g} blindly",
+                "a score is a share of a question or more, with a token or more",
+            )
 
     @property
-    def positive(self) -> float:
-        """The share or, of none, half a hit: laws are of logarithms."""
-        return max(self.value, 0.5 / self.of)
+    def above(self) -> float:
+        """The share of what cannot be guessed."""
+        return (self.value - self.blind) / (1 - self.blind)
 
 
 class Contrast(Config):
-    """A difference, its interval of 95 %, and how many runs or pairs of runs it is from."""
+    """A difference, its interval of 95 %, and how many independent values it is from. `over` says what these are. One
+    that was declared before the runs has a verdict; of many others some would be told from 0 by chance."""
 
     value: float
     low: float
     high: float
     of: int
+    over: str
+    declared: bool = False
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (self.value, self.low, self.high))):
+            raise ConfigError(f"a difference of {self.value} in [{self.low}, {self.high}]", "give finite ones")
 
     @classmethod
-    def mean(cls, values: Sequence[float]) -> Self:
+    def mean(cls, values: Sequence[float], over: str) -> Self:
         half = half_width(values)
-        return cls(value=mean(values), low=mean(values) - half, high=mean(values) + half, of=len(values))
+        return cls(value=mean(values), low=mean(values) - half, high=mean(values) + half, of=len(values), over=over)
 
     @property
     def sign(self) -> str:
+        if not self.declared:
+            return ""
         return "below 0" if self.high < 0 else "above 0" if self.low > 0 else "not told from 0"
 
+    @property
+    def told(self) -> str:
+        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
     def __str__(self) -> str:
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}] of {self.of}: {self.sign}"
+        return f"{self.told} of {self.of} {self.over}" + f": {self.sign}" * self.declared
 
 
 Scores = dict[tuple[int, int], Point]
@@ -61,39 +89,116 @@ def scores(points: Sequence[Point], way: str, kind: str) -> Scores:
     return dict(sorted(found.items()))
 
 
+# ---- laws -------------------------------------------------------------------------------------------------------
+
+
 def column(points: Sequence[Point], way: str, kind: str) -> Column:
-    """All runs of one way in one kind, for a law."""
+    """Geometric means over seeds. A number of tokens at which a run had no hit has no logarithm, and is left out."""
     found = scores(points, way, kind)
-    return Column(tuple(float(n) for n, _ in found), tuple(p.positive for p in found.values()))
+    return _means({run: point.value for run, point in found.items()})
 
 
 def law(points: Sequence[Point], way: str, kind: str) -> Law | None:
-    """S = c/n^α through all runs; None of fewer than three numbers of tokens."""
+    """S = c/n^α through means over seeds; None of fewer than three numbers of tokens."""
     found = column(points, way, kind)
-    return fit(*found) if len(set(found.n)) > 2 else None
+    return fit(*found) if len(found.n) >= LEAST else None
 
 
-def steeper(points: Sequence[Point], way: str, kind: str, than: str) -> Contrast:
-    """α of one kind less α of another: the exponent of the ratio of their scores, run by run."""
+def as_scored(point: Point) -> float:
+    return point.value
+
+
+def above_chance(point: Point) -> float:
+    return point.above
+
+
+def steeper(
+    points: Sequence[Point], way: str, kind: str, than: str, by: Callable[[Point], float] = above_chance
+) -> Contrast | None:
+    """α of one kind less α of another: the exponent of the ratio of their scores in the same runs, whose logarithms are
+    averaged over seeds. Numbers of tokens at which a run scores nothing, above what is guessed unless said otherwise,
+    are left out; None where fewer than three remain."""
     ours, theirs = (scores(points, way, each) for each in (kind, than))
-    both = [run for run in ours if run in theirs]
-    if len({n for n, _ in both}) < 3:
-        raise DataError(f"{way}: {kind} and {than} were not both tested at three numbers of tokens", "test more")
-    ratio = fit([float(n) for n, _ in both], [ours[run].positive / theirs[run].positive for run in both])
+    pairs = {run: (by(ours[run]), by(theirs[run])) for run in ours if run in theirs}
+    found = _means({run: a / b if a > 0 and b > 0 else 0.0 for run, (a, b) in pairs.items()})
+    if len(found.n) < LEAST:
+        return None
+    ratio = fit(*found)
     low, high = ratio.intervals["alpha"]
-    return Contrast(value=ratio.alpha, low=low, high=high, of=len(both))
+    return Contrast(value=ratio.alpha, low=low, high=high, of=len(found.n), over="numbers of tokens")
 
 
-def gain(points: Sequence[Point], way: str, over: str, kinds: Sequence[str], less: Sequence[str] = ()) -> Contrast:
-    """What one way scores over another, mean over kinds and runs; `less` the same of other kinds."""
+def _means(values: dict[tuple[int, int], float]) -> Column:
+    """(tokens, seed) → a value; geometric means by tokens, of those where all are positive"""
+    by: dict[int, list[float]] = {}
+    for (n, _), value in values.items():
+        by.setdefault(n, []).append(value)
+    kept = {n: math.exp(mean(map(math.log, some))) for n, some in sorted(by.items()) if min(some) > 0}
+    return Column(tuple(map(float, kept)), tuple(kept.values()))
+
+
+# ---- gains ------------------------------------------------------------------------------------------------------
+
+
+def gain(
+    points: Sequence[Point], way: str, over: str, kinds: Sequence[str], less: Sequence[str] = ()
+) -> Contrast | None:
+    """What one way scores over another, mean over kinds and tokens, Student's over seeds; `less` the same of other
+    kinds. Of numbers of tokens that every seed has; None of fewer than two seeds, or no such number."""
     found = [_gains(points, way, over, kind) for kind in kinds]
     others = [_gains(points, way, over, kind) for kind in less]
-    runs = [run for run in found[0] if all(run in each for each in (*found, *others))]
-    if len(runs) < 2:
-        raise DataError(f"{way} and {over} have {len(runs)} runs in common", "an interval needs two: test more")
-    return Contrast.mean([mean(g[r] for g in found) - (mean(g[r] for g in others) if others else 0.0) for r in runs])
+    runs = set.intersection(*(set(each) for each in (*found, *others))) if found else set()
+    seeds = sorted({seed for _, seed in runs})
+    tokens = [n for n in sorted({n for n, _ in runs}) if all((n, seed) in runs for seed in seeds)]
+    if len(seeds) < 2 or not tokens:
+        return None
+
+    def one(run: tuple[int, int]) -> float:
+        return mean(g[run] for g in found) - (mean(g[run] for g in others) if others else 0.0)
+
+    return Contrast.mean([mean(one((n, seed)) for n in tokens) for seed in seeds], "seeds")
 
 
 def _gains(points: Sequence[Point], way: str, over: str, kind: str) -> dict[tuple[int, int], float]:
     ours, theirs = (scores(points, each, kind) for each in (way, over))
     return {run: ours[run].value - theirs[run].value for run in ours if run in theirs}
+
+
+# ---- a table ----------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A kind of question in one way: tokens → the mean over seeds, and its law where there is one."""
+
+    kind: str
+    way: str
+    means: dict[int, float]
+    law: Law | None
+
+    @property
+    def alpha(self) -> str:
+        if self.law is None:
+            return "–"
+        return "{:+.4f} [{:+.4f}, {:+.4f}]".format(self.law.alpha, *self.law.intervals["alpha"])
+
+
+def lines(points: Sequence[Point]) -> list[Line]:
+    """All of them, kind by kind."""
+    kinds, ways = (list(dict.fromkeys(getattr(p, name) for p in points)) for name in ("kind", "way"))
+    found = []
+    for kind in kinds:
+        for way in ways:
+            by: dict[int, list[float]] = {}
+            for (n, _), point in scores(points, way, kind).items():
+                by.setdefault(n, []).append(point.value)
+            if by:
+                found.append(Line(kind, way, {n: mean(some) for n, some in by.items()}, law(points, way, kind)))
+    return found
+
+
+def panels(found: Sequence[Line]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Kind → way → (tokens, share), to draw."""
+    drawn: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for line in found:
+        drawn.setdefault(line.kind, {})[line.way] = list(line.means.items())
+    return drawn

@@ -5,13 +5,13 @@ from vitrail.errors import ConfigError
 from vitrail.models.vlm import VLM
 
 
-def cut(model: VLM, tokens: int, question: bool = True) -> VLM:
+def cut(model: VLM, tokens: int) -> VLM:
     """The same model with its first queries alone. Queries that are fused with the question see those before them, so
     that what they say stays as it was."""
     config, state = model.config, dict(model.state_dict())
     if config.queries is not None:
-        first = config.queries.with_(first=tokens, question="always" if question else "never")
-        made, key, there = config.with_(queries=first), "queries.queries", config.queries.first
+        made, key = config.with_(queries=config.queries.with_(first=tokens)), "queries.queries"
+        there = config.queries.first
     elif isinstance(config.connector, QFormerConfig):
         made, key = config.with_(connector=config.connector.with_(queries=tokens)), "connector.queries"
         there = config.connector.queries

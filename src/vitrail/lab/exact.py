@@ -6,6 +6,7 @@ one the next of it is the likeliest. One pass over question and answer says so, 
 N questions, B of them at once, C channels, S side, L tokens of a talk, T of a question, M soft tokens, W width
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -72,6 +73,7 @@ class Exam:
         self.beside = {kind: _blind(scenes, talks[kind], kind) for kind in kinds}
         if named is not None:
             self.sheets[NAMING] = self._named(teller, named)
+            self.beside[NAMING] = _commonest(self.sheets[NAMING])
 
     def _scenes(self, teller: Teller, kind: str) -> Sheet:
         parts: list[Sheet] = []
@@ -159,6 +161,13 @@ def untold(look: Look) -> Look:
 
 def _joined(parts: Sequence[Sheet], count: int) -> Sheet:
     return Sheet(*(torch.cat(column)[:count] for column in zip(*parts, strict=True)))
+
+
+def _commonest(sheet: Sheet) -> Mapping[str, float]:
+    """All ask the same, so that no guess without looking is better than the commonest answer."""
+    answers = Counter(tuple(row[row != IGNORED].tolist()) for row in sheet.targets.cpu())
+    share = answers.most_common(1)[0][1] / len(sheet.ids)
+    return {"majority": share, "blind": share}
 
 
 def _blind(scenes: SceneSource, talks: Talks, kind: str) -> Mapping[str, float]:

@@ -4,11 +4,11 @@ what bottlenecks keep. Each is None where no file has it."""
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from vitrail.evals.metrics import Estimate
 from vitrail.evals.suites.reconstruction import Row
+from vitrail.lab.contrasts import Contrast, Point, lines, panels
 from vitrail.lab.costs import measure
 from vitrail.lab.information import Line
 from vitrail.lab.origin import caption
@@ -77,32 +77,22 @@ def _score(one: Estimate | None) -> str:
 @each("experiment")
 def experiment(file: Path, data: Any) -> list[str]:
     """Runs of `vitrail scaling run`: mean scores by kind and way, the laws' exponents, and what they answer."""
-    about, counts = data.get("origin", {}), sorted({one["tokens"] for one in data["scores"]})
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    rows = []
-    for kind, way in dict.fromkeys((one["kind"], one["way"]) for one in data["scores"]):
-        same = [one for one in data["scores"] if (one["kind"], one["way"]) == (kind, way)]
-        by = {n: mean(v) for n in counts if (v := [one["value"] for one in same if one["tokens"] == n])}
-        lines.setdefault(kind, {})[way] = list(by.items())
-        law = data["laws"].get(way, {}).get(kind)
-        alpha = "–"
-        if law and "alpha" in law["parameters"]:
-            low, high = law["intervals"]["alpha"]
-            alpha = Number("{:+.4f} [{:+.4f}, {:+.4f}]".format(value := law["parameters"]["alpha"], low, high), value)
-        rows.append([kind, way, *(Number(f"{by[n]:.1%}", by[n]) if n in by else "–" for n in counts), alpha])
-    answers = [
+    points = [Point.read(one) for one in data["scores"]]
+    about, counts, found = data.get("origin", {}), sorted({p.tokens for p in points}), lines(points)
+    rows = [
         [
-            name,
-            Number("{value:+.4f} [{low:+.4f}, {high:+.4f}]".format(**one), one["value"]),
-            str(one["of"]),
-            one["sign"],
+            line.kind,
+            line.way,
+            *(Number(f"{line.means[n]:.1%}", line.means[n]) if n in line.means else "–" for n in counts),
+            line.alpha if line.law is None else Number(line.alpha, line.law.alpha),
         ]
-        for name, one in data["contrasts"].items()
+        for line in found
     ]
+    answers = [[name, *_answer(one)] for name, one in data["contrasts"].items()]
     title = f"{file.stem}: share of questions answered over visual tokens"
     return [
         drawing(
-            draw_ways(lines, "How many visual tokens", "share of questions answered, mean over seeds"),
+            draw_ways(panels(found), "How many visual tokens", "share of questions answered, mean over seeds"),
             "A panel a kind of question: the share answered over visual tokens, a line a way to make them",
             caption(title, about, file),
         ),
@@ -112,9 +102,17 @@ def experiment(file: Path, data: Any) -> list[str]:
             caption(f"{title}, means over seeds", about, file),
         ),
         table(
-            ("question", "answer", "runs", "sign"), answers, caption(f"{file.stem}: what the runs answer", about, file)
+            ("question", "answer", "of", "verdict"), answers, caption(f"{file.stem}: what the runs answer", about, file)
         ),
     ]
+
+
+def _answer(one: Any) -> tuple[str, str, str]:
+    """null stands for what there was too little for."""
+    if one is None:
+        return "–", "too few", ""
+    read = Contrast.read({key: value for key, value in one.items() if key != "sign"})
+    return Number(read.told, read.value), f"{read.of} {read.over}", read.sign
 
 
 @each("divergence")

@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 from vitrail.backbones.decoder import Decoder
 from vitrail.codecs.codec import Codec
 from vitrail.codecs.presets import CODECS
+from vitrail.connectors import QFormer, QFormerConfig
 from vitrail.encoders.presets import VITS
 from vitrail.encoders.vit import ViT
 from vitrail.evals.metrics import times_smaller
@@ -24,6 +25,7 @@ from vitrail.objectives.contrastive import plain_clip_loss
 GAIA_IMAGES, GAIA_HZ = 420e6, 6.25
 """4,700 hours at 25 frames a second; frames a second that the world model dreams in."""
 
+BERT_WORDS, BERT_POSITIONS = 30_522, 512
 DRAWS = 400
 
 
@@ -42,6 +44,17 @@ def seen(name: str, **more) -> int:
 
 def part(name: str, of: str) -> int:
     return ledger(name, devices=()).parts[of].parameters
+
+
+def whole_qformer() -> int:
+    """BLIP-2's Q-Former as it is first trained: MLPs and embeddings for texts too (BERT's words and one that begins a
+    caption, 512 positions), and no projection to a language model yet."""
+    config = VLMS["blip2-opt-2.7b"].connector
+    assert isinstance(config, QFormerConfig)
+    with torch.device("meta"):
+        model = QFormer(config.with_(text=True))
+    texts = (BERT_WORDS + 1 + BERT_POSITIONS) * config.width
+    return texts + sum(p.numel() for name, p in model.named_parameters() if not name.startswith("project."))
 
 
 def fewer(bits: int, factor: int) -> float:

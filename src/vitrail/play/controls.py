@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from vitrail.config import Config
-from vitrail.data.episodes import WORLDS, Choices, EpisodesConfig, EpisodeSource
-from vitrail.errors import ConfigError, nearest
+from vitrail.data.episodes import WORLDS, Choices, Episodes, EpisodesConfig, EpisodeSource
+from vitrail.data.episodes.source import HELD_OUT
+from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evals.metrics.worlds import purity
 from vitrail.models.genie import Genie
 
@@ -19,13 +20,14 @@ KEYS = {"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "ahead": "A
 NOTHING = "nothing"
 DIGITS = 9
 WINDOWS, LENGTH = 256, 8  # from how much it is learned what controls are to a model
+MOST_REPEATS = 100  # a player waits for all of them
 
 
 class Controls(Config):
     """
     world   the simulator whose controls these are, a row of `data.episodes.WORLDS`
     codes   which action of the model each control is, by the control's name; the others do nothing in the model
-    repeat  steps of the simulator that an action of the model lasts
+    repeat  steps of the simulator that an action of the model lasts, 1 … 100
     """
 
     world: str
@@ -33,8 +35,8 @@ class Controls(Config):
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise ConfigError(f"actions that last {self.repeat} steps", "repeat them at least once")
+        if not 1 <= self.repeat <= MOST_REPEATS:
+            raise ConfigError(f"actions that last {self.repeat} steps", f"repeat them 1 … {MOST_REPEATS} times")
         names = choices(self.world)
         for name in self.codes:
             if name not in names:
@@ -73,6 +75,23 @@ def own_controls(model: Genie, world: str, repeat: int = 1) -> Controls:
     if len(names) != model.actions:
         raise ConfigError(f"the model has {model.actions} controls, and {world} {len(names)}", "name its own world")
     return Controls(world=world, codes={name: i for i, name in enumerate(names)}, repeat=repeat)
+
+
+def check_codes(controls: Controls, model: Genie) -> None:
+    for name, code in controls.codes.items():
+        if not 0 <= code < model.actions:
+            raise ConfigError(f"{name!r} is action {code} of the model", f"it has {model.actions}, from 0 on")
+
+
+def check_episodes(folder: str) -> None:
+    """Whether recorded episodes are enough to start from, and to learn controls from."""
+    lengths = Episodes(folder).lengths
+    if len(lengths) < HELD_OUT or lengths.max() < LENGTH:
+        raise DataError(
+            f"{folder} holds {len(lengths)} episodes, the longest of {lengths.max(initial=0)} frames",
+            f"to play, record at least {HELD_OUT}, and {LENGTH} frames or more: "
+            f"vitrail data make WORLD -o FOLDER --episodes {HELD_OUT}",
+        )
 
 
 @torch.no_grad()

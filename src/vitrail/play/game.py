@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.episodes import WORLDS
-from vitrail.errors import ConfigError, ImageError
+from vitrail.errors import ConfigError, ImageError, VitrailError
 from vitrail.play import messages
 from vitrail.play.controls import Controls, idle, offered, own_controls
 from vitrail.play.messages import Frame, Hello, Offer, Reset, Start, Step, View
@@ -60,8 +60,14 @@ class Arcade:
         model = None if playground is None else playground.model
         controls = None if playground is None else playground.controls
         if world is not None and (controls is None or controls.world != world):
-            controls = Controls(world=world) if model is None else own_controls(model, world)
+            repeat = 1 if controls is None else controls.repeat
+            controls = Controls(world=world, repeat=repeat) if model is None else own_controls(model, world, repeat)
         self.actions = offered(model, controls, world is not None)
+        if not self.actions:
+            raise ConfigError(
+                "there is nothing to do: no key stands for anything that the model or a simulator knows",
+                "say in controls.json which actions the controls are, or let --episodes tell",
+            )
         self.idle = idle(self.actions)
         self.repeat = 1 if controls is None else controls.repeat
         self.rate = RATE if controls is None else WORLDS[controls.world].rate / self.repeat
@@ -86,7 +92,7 @@ class Arcade:
     def fit(self, picture: Source) -> Tensor:
         if self.playground is None:
             raise ConfigError("only a model starts from a picture", "there is a simulator alone")
-        return self.playground.fit(picture)
+        return self.playground.fit(load_image(picture, frame=0))
 
     def simulator(self) -> Real | None:
         side = None if self.playground is None else self.playground.size[0]
@@ -115,7 +121,7 @@ class Game:
         self.rollout = None if arcade.playground is None else arcade.playground.rollout(**arcade.how)
         self.real = arcade.simulator()
         self.imagined: np.ndarray | None = None  # (H, W, 3)
-        self.steps, self.seed = 0, 0
+        self.steps, self.seed, self.begun = 0, 0, False
         self.start: Start = "any"
 
     def hello(self) -> Hello:
@@ -144,14 +150,21 @@ class Game:
     # ---- what is asked ------------------------------------------------------------------------------------------
 
     async def answer(self, text: str | None, data: bytes | None) -> bytes:
-        """A message of the page → a frame; a `VitrailError` says why not, and leaves all as it was."""
-        began = time.perf_counter()
-        if data is not None:
-            self.picture = await asyncio.to_thread(self._read, data)
-            await self._begin(Reset(start="picture"))
-        elif text is not None:
-            asked = messages.read(text)
-            await (self._begin(asked) if isinstance(asked, Reset) else self._act(asked))
+        """A message of the page → a frame. A `VitrailError` says why not, and leaves all as it was; or, where a part
+        had been done by then, a world that has stopped."""
+        began, went = time.perf_counter(), self.begun
+        try:
+            if data is not None:
+                await self._begin(Reset(start="picture"), await asyncio.to_thread(self._read, data))
+            elif text is not None:
+                asked = messages.read(text)
+                await (self._begin(asked) if isinstance(asked, Reset) else self._act(asked))
+        except VitrailError as error:
+            if self.begun or not went:
+                raise
+            raise type(error)(
+                error.problem, f"{error.remedy}\nThe world has stopped: reset it to begin anew."
+            ) from error
         return self._show((time.perf_counter() - began) * 1e3)
 
     def _read(self, data: bytes) -> Tensor:
@@ -164,15 +177,25 @@ class Game:
             raise ImageError(error.problem, f"give {usual}, … of {MOST_PIXELS:,} pixels at most") from None
         return self.arcade.fit(image)
 
-    async def _begin(self, asked: Reset) -> None:
+    async def _begin(self, asked: Reset, brought: Tensor | None = None) -> None:
+        """The simulator comes last unless the model starts as it does: it is what may fail."""
         seed = secrets.randbelow(messages.SEEDS) if asked.seed is None else asked.seed
-        self._check(asked.start)
-        if self.real is not None:
-            await asyncio.to_thread(self.real.begin, seed)
+        if brought is None:
+            self._check(asked.start)
+        if asked.start == "real":
+            await self._begin_real(seed)
         if self.rollout is not None:
-            picture = await asyncio.to_thread(self._picture, asked.start, seed)
+            picture = brought if brought is not None else await asyncio.to_thread(self._picture, asked.start, seed)
             self.imagined = await self.arcade.think(self._dream, picture, seed)
-        self.steps, self.seed, self.start = 0, seed, asked.start
+        if asked.start != "real":
+            await self._begin_real(seed)
+        self.picture = self.picture if brought is None else brought
+        self.steps, self.seed, self.start, self.begun = 0, seed, asked.start, True
+
+    async def _begin_real(self, seed: int) -> None:
+        if self.real is not None:
+            self.begun = False
+            await asyncio.to_thread(self.real.begin, seed)
 
     def _check(self, start: Start) -> None:
         starts = 0 if self.arcade.playground is None else len(self.arcade.playground.starts)
@@ -201,14 +224,15 @@ class Game:
             raise ConfigError(
                 f"there is no action {asked.action}", f"there are {len(self.arcade.actions)}, counted from 0"
             )
-        if (self.rollout is not None and self.imagined is None) or (self.real and self.real.simulator is None):
+        if not self.begun:
             raise ConfigError("a world that has not begun cannot go on", "reset it first")
         action = self.arcade.actions[asked.action]
+        self.begun = False  # until both have moved
         if self.real is not None and action.control is not None:
             await asyncio.to_thread(self.real.step, action.control)
         if self.rollout is not None and action.code is not None:
             self.imagined = await self.arcade.think(self._step, action.code)
-        self.steps += 1
+        self.steps, self.begun = self.steps + 1, True
 
     def _step(self, code: int) -> np.ndarray:
         assert self.rollout is not None
@@ -230,7 +254,7 @@ class Game:
         """Free what the player had; a simulator may take a moment to leave."""
         self.rollout = self.imagined = None
         if self.real is not None:
-            self.real.close()
+            self.real.leave()
 
 
 def _shown(frames: Tensor) -> np.ndarray:

@@ -79,8 +79,11 @@ class Frame(Config, tag="frame", tag_field="is"):
 
 
 class Error(Config, tag="error", tag_field="is"):
+    """`begun` is whether the world that was being played goes on as it was."""
+
     problem: str
     remedy: str
+    begun: bool
 
 
 _asked = msgspec.json.Decoder(Reset | Step)
@@ -93,13 +96,14 @@ def read(text: str) -> Reset | Step:
     try:
         return _asked.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError, ConfigError) as error:
-        raise DataError(
-            f"this is no message: {error}", 'say {"do": "step", "action": 0} or {"do": "reset", …}'
-        ) from None
+        remedy = 'say {"do": "step", "action": 0} or {"do": "reset", …}'
+        if "$.seed" in str(error):
+            remedy = f"seeds are whole numbers below {SEEDS}"
+        raise DataError(f"this is no message: {error}", remedy) from None
 
 
-def failed(error: VitrailError) -> str:
-    return say(Error(problem=error.problem, remedy=error.remedy))
+def failed(error: VitrailError, begun: bool = False) -> str:
+    return say(Error(problem=error.problem, remedy=error.remedy, begun=begun))
 
 
 def say(message: Hello | Error) -> str:

@@ -26,7 +26,7 @@ from vitrail.generate.sampling import Sampling
 from vitrail.hub import configs
 from vitrail.hub.files import read_json, write_json
 from vitrail.models.genie import Genie
-from vitrail.play.controls import Controls, learn_controls
+from vitrail.play.controls import Controls, check_codes, check_episodes, learn_controls
 from vitrail.processing.images import Source, load_image
 from vitrail.talker import usable
 
@@ -47,9 +47,8 @@ class Playground:
         self.starts = torch.zeros(0, *self.size, 3, dtype=torch.uint8)
         if starts is not None:
             self.starts = self.world(starts=torch.as_tensor(starts)).starts.movedim(1, -1)
-        for name, code in ({} if controls is None else controls.codes).items():
-            if not 0 <= code < model.actions:
-                raise ConfigError(f"{name!r} is action {code} of the model", f"it has {model.actions}, from 0 on")
+        if controls is not None:
+            check_codes(controls, model)
 
     @classmethod
     def load(cls, name_or_path: str | Path, *, device: str | torch.device | None = None) -> "Playground":
@@ -62,12 +61,14 @@ class Playground:
                 f"{name_or_path} is a {type(model).__name__}; only a world model can be played",
                 'give the folder of one that was trained as kind = "genie"',
             )
-        return cls(model, _read_starts(folder / STARTS, model), _read_controls(folder / CONTROLS))
+        return cls(model, _read_starts(folder / STARTS, model), _read_controls(folder / CONTROLS, model))
 
     def save(self, folder: str | Path, *, small: bool = False) -> None:
         """Write a folder that `vitrail.load` reads; `small` keeps 8 bits a weight."""
         folder = Path(folder)
         hub.save(self.model, folder, small=small)
+        for file in (STARTS, CONTROLS):  # of a world that was here before
+            (folder / file).unlink(missing_ok=True)
         if len(self.starts):
             strip = self.starts.transpose(0, 1).flatten(1, 2)  # (H, N·W, 3)
             Image.fromarray(strip.contiguous().numpy()).save(folder / STARTS)
@@ -77,6 +78,7 @@ class Playground:
     def with_episodes(self, folder: str | Path, count: int = 16) -> "Playground":
         """The same with what recorded episodes tell: beginnings of those not trained on to start from, and what the
         controls are to the model."""
+        check_episodes(str(folder))
         source = EpisodeSource(EpisodesConfig(folder=str(folder), length=1, part="test", fields=("frames",), hold=0))
         numbers = source.wanted[:count].tolist()
         firsts = [source.episodes.window(number, 0, 1, ("frames",))["frames"][0] for number in numbers]
@@ -167,10 +169,12 @@ def _read_starts(file: Path, model: Genie) -> Tensor | None:
     return strip.unflatten(1, (-1, W)).transpose(0, 1).contiguous()
 
 
-def _read_controls(file: Path) -> Controls | None:
+def _read_controls(file: Path, model: Genie) -> Controls | None:
     if not file.exists():
         return None
     try:
-        return Controls.read(read_json(file))
+        controls = Controls.read(read_json(file))
+        check_codes(controls, model)
+        return controls
     except VitrailError as error:
         raise CheckpointError(f"{file}: {error.problem}", error.remedy) from None

@@ -10,17 +10,22 @@ from vitrail.errors import DataError
 
 
 class Real:
-    """A simulator and how its episode stands. It opens when it is first begun; `side` is for worlds of any size."""
+    """A simulator and how its episode stands. It opens when it is first begun; `side` is for worlds of any size. When
+    its player leaves, even in the middle of a step, it is over."""
 
     def __init__(self, world: str, side: int | None = None, repeat: int = 1):
         row = WORLDS[world]
         self.world, self.repeat, self.side = world, repeat, side if side is not None and row.any_side else row.side
         self.simulator: Simulator | None = None
         self.frame, self.reward, self.ended = np.zeros((1, 1, 3), np.uint8), 0.0, True
+        self.left = False
 
     def begin(self, seed: int) -> None:
         if self.simulator is None:
             self.simulator = open_simulator(self.world, self.side)
+        if self.left:  # while it opened
+            self.close()
+            return
         self._seen(lambda simulator: simulator.reset(seed))
         self.reward, self.ended = 0.0, False
 
@@ -34,7 +39,7 @@ class Real:
             for _ in range(self.repeat):
                 seen, reward, self.ended = simulator.step(control)
                 self.reward += reward
-                if self.ended:
+                if self.ended or self.left:
                     break
             return seen
 
@@ -47,6 +52,10 @@ class Real:
         except DataError:  # it has stopped: the next beginning opens another
             self.close()
             raise
+
+    def leave(self) -> None:
+        self.left = True
+        self.close()
 
     def close(self) -> None:
         if isinstance(self.simulator, Remote):

@@ -1,6 +1,7 @@
 """The page and its socket, for this machine alone."""
 
 import asyncio
+import logging
 import socket
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ PAGE = Path(__file__).resolve().parent / "page"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FULL = 1013  # try again later
+BROKEN = 1011  # the fault is the server's
+MOST_TOLD, MOST_REASON = 500, 100  # characters of what went wrong; a socket's reason has at most 123 bytes
+SEE = "connect again to begin anew; what the server printed says more"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -80,9 +84,16 @@ def make_app(arcade: Arcade) -> Starlette:
             await link.send_text(messages.say(game.hello()))
             while (asked := await link.receive())["type"] == "websocket.receive":
                 try:
-                    await link.send_bytes(await game.answer(asked.get("text"), asked.get("bytes")))
+                    answer = await game.answer(asked.get("text"), asked.get("bytes"))
                 except VitrailError as error:
-                    await link.send_text(messages.failed(error))
+                    await link.send_text(messages.failed(error, game.begun))
+                except Exception as error:
+                    logging.getLogger(__name__).exception("a player's world broke")
+                    told = VitrailError(f"this world broke: {type(error).__name__}: {error}"[:MOST_TOLD], SEE)
+                    await link.send_text(messages.failed(told))
+                    return await link.close(BROKEN, type(error).__name__[:MOST_REASON])
+                else:
+                    await link.send_bytes(answer)
         except (WebSocketDisconnect, asyncio.CancelledError):  # the player has gone, or the server ends
             pass
         finally:

@@ -131,14 +131,18 @@ class UnifiedTask:
         hidden = batch.get(f"{name}:hidden")  # (B, h, w), where codes are drawn in any order
         model, (_, codes) = self.model, self.model.look(pixels)
         laid = model.lay(model.words(ids, counts), model.drawn(codes, hidden))
-        each = model.code_losses(model.drawing_states(laid, model.hidden(laid)), codes.flatten(1), self.settings.z)
+        each = model.code_losses(model.drawing_states(laid, model.hidden(laid)), codes.flatten(1), self._z)
         if hidden is None:
             return each.mean(1).sum()
         asked = hidden.flatten(1).float()
         return ((each * asked).sum(1) / asked.sum(1)).sum()
 
+    @property
+    def _z(self) -> float:
+        return self.settings.z if self.model.training else 0.0  # what is judged is the loss alone
+
     def _said(self, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
-        return said_loss(self.model.decoder, hidden, targets, reduction, self.settings.z)
+        return said_loss(self.model.decoder, hidden, targets, reduction, self._z)
 
     # ---- what is made of numbers --------------------------------------------------------------------------------
 

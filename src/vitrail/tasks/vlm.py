@@ -37,7 +37,7 @@ class VLMSettings(Config):
     weights          of answers and of text; 1 unless given
     questions, kinds how many questions are asked of a scene, of which kinds (LLaVA's first stage: one, a caption)
     length           tokens of a talk at most; what is longer is cut
-    z                weight of logsumexp² of all logits, which keeps them from drifting
+    z                weight of logsumexp² of all logits, which keeps them from drifting; in training alone
     """
 
     weights: dict[str, float] = {}
@@ -159,7 +159,8 @@ class VLMTask:
 
     @torch.compiler.disable  # how much is learnt is another number in every batch
     def _said(self, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
-        return said_loss(self.model.decoder, hidden, targets, reduction, self.settings.z)
+        z = self.settings.z if self.model.training else 0.0  # what is judged is the loss alone
+        return said_loss(self.model.decoder, hidden, targets, reduction, z)
 
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()

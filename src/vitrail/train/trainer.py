@@ -175,8 +175,7 @@ class Trainer:
 
     def _one_step(self, batches: Iterator[Ready], rate: float) -> dict[str, float]:
         start = time.perf_counter()
-        micro, made = next(batches)
-        waited = time.perf_counter() - start
+        micro, made, waited = next(batches)
         torch.manual_seed(_seed(self.seed, self.step, distributed.rank()))
         own = [bool(indices) for indices in self._indices(self.step)]  # what is borrowed weighs nothing
         counts: dict[str, float] = {}

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitrail.data.scenes import backgrounds
 from vitrail.data.scenes.config import PRESETS, SceneConfig
 from vitrail.data.scenes.frames import INNER
 from vitrail.data.scenes.layout import Layout, held_out, layout
@@ -238,3 +239,15 @@ def test_the_other_parts_of_a_batch(atlas):
     scenes = layout(PRESETS["plain"], atlas.table, 0, INDEX)
     assert len(scenes) == 64 and len(scenes[3:7]) == 4
     assert torch.equal(scenes.centre, scenes.box[..., :2] + scenes.box[..., 2:])
+
+
+def test_so_many_grounds(atlas):
+    table = atlas.table
+    few = layout(SceneConfig(backgrounds=("flat", "noise"), grounds=3), table, 7, torch.arange(400))
+    assert len(few.background.unique()) == 6  # three of each kind
+    many = layout(SceneConfig(backgrounds=("flat", "noise")), table, 7, torch.arange(400))
+    assert len(many.background.unique()) == 400
+    assert torch.equal(few.background % len(backgrounds.KINDS), many.background % len(backgrounds.KINDS))
+    for wrong in (-1, 1 << 21):
+        with pytest.raises(ConfigError, match="different backgrounds"):
+            SceneConfig(grounds=wrong)

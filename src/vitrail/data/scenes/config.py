@@ -31,6 +31,7 @@ class SceneConfig(Config):
     names: tuple[str, ...] = ()  # which things appear, by their concepts' names
     fonts: tuple[str, ...] = ()  # in which fonts words appear
     backgrounds: tuple[str, ...] = backgrounds.NAMES
+    grounds: int = 0  # how many different ones of each kind there are; 0 is one a scene
     combinations: Literal["train", "test", "all"] = "train"  # which colours a concept may wear, see `held_out`
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class SceneConfig(Config):
             raise ConfigError(f"{high} objects on a grid of {self.snap}", f"snap to {across} … {GRID // 8}, or 0")
         if min(self.ratio) < 1 or max(self.ratio) > 4 * min(self.ratio):
             raise ConfigError(f"pictures of {self.ratio[0]}:{self.ratio[1]}", "give a ratio between 1:4 and 4:1")
+        if not 0 <= self.grounds <= 1 << 20:
+            raise ConfigError(f"{self.grounds} different backgrounds", "give 0 for one a scene, or at most 1048576")
         if not self.backgrounds:
             raise ConfigError("no kind of background", f"choose from {', '.join(backgrounds.NAMES)}")
         for name in self.backgrounds:

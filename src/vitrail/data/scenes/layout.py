@@ -98,7 +98,10 @@ class Layout:
 
     def _backgrounds(self, seed: int, index: Tensor) -> Tensor:
         kind = self.backgrounds[pick(seed, index, "background kind", of=len(self.backgrounds))]
-        return bits(seed, index, "background") * len(backgrounds.KINDS) + kind
+        which = bits(seed, index, "background")
+        if self.config.grounds:
+            which = which % self.config.grounds
+        return which * len(backgrounds.KINDS) + kind
 
 
 class _Choice:

@@ -15,6 +15,7 @@ from vitrail.control.imitation import Act, CloneConfig, acting, clone, translati
 from vitrail.data.episodes.remote import Simulator
 from vitrail.errors import DataError
 from vitrail.evals.metrics.estimate import Estimate, estimate
+from vitrail.evals.shares import Share
 
 Infer = Callable[[Tensor], Tensor]
 """uint8 (1, T, C, H, W) → the latent actions between its frames (1, T − 1)"""
@@ -32,12 +33,13 @@ class Watched(NamedTuple):
 
 
 class Imitated(NamedTuple):
-    """The sum of rewards of an episode, and the share of episodes with any."""
+    """The sum of rewards of an episode, and the share of episodes with any. Intervals are over the episodes that these
+    policies played: they leave out how much policies of other seeds would differ."""
 
     name: str
     labels: int
     returns: Estimate
-    success: Estimate
+    success: Share
 
 
 def watch(videos: Sequence[tuple[Tensor, Tensor]], infer: Infer, latent: int, choices: int) -> Watched:
@@ -51,10 +53,11 @@ def watch(videos: Sequence[tuple[Tensor, Tensor]], infer: Infer, latent: int, ch
 
 
 def play(simulator: Simulator, act: Act, seeds: Sequence[int], steps: int) -> Tensor:
-    """The sum of rewards (E,) of an episode a seed, of which the levels and the chance of acting are made."""
+    """The sum of rewards (E,) of an episode a seed, of which the level is made and, apart from it, the chance of
+    acting."""
     sums = []
     for seed in seeds:
-        chance, total = np.random.default_rng(seed), 0.0
+        chance, total = np.random.default_rng((seed, 1)), 0.0
         frame = simulator.reset(seed)["frame"]
         for _ in range(steps):
             likely = act(torch.from_numpy(np.ascontiguousarray(frame)).movedim(-1, 0)[None])[0].double().numpy()
@@ -104,7 +107,8 @@ def judge_imitation(
             tell(
                 "cloning the labels", count, acting(clone(watched.frames[few], controls, watched.choices, **how)), seed
             )
-    return [
-        Imitated(name, count, estimate(name, torch.cat(sums)), estimate(name, (torch.cat(sums) > 0).float()))
-        for (name, count), sums in found.items()
-    ]
+    rows = []
+    for (name, count), parts in found.items():
+        sums = torch.cat(parts)
+        rows.append(Imitated(name, count, estimate(name, sums), Share(int((sums > 0).sum()), len(sums))))
+    return rows

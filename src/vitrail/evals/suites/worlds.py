@@ -18,8 +18,8 @@ AT = 4  # the frame at which Genie measures control
 
 
 class WorldReport(NamedTuple):
-    codec: Estimate  # PSNR of frames by way of their codes: no rollout is better
-    still: Estimate  # PSNR at `AT` of a world in which nothing moves: a rollout that is no better predicts nothing
+    codec: Estimate  # PSNR of frames by way of their codes: what is lost before anything is predicted
+    still: Estimate  # PSNR at `AT` of the first frame, by way of its codes too: a world in which nothing moves
     control: Estimate  # Δ_tPSNR
     drift: list[Estimate]  # PSNR of each frame after the first, by the actions that were taken
     purity: Purity | None  # of latent actions against true controls, where both are there
@@ -51,7 +51,7 @@ def judge_world(
     found = None if model.latent is None or controls is None else purity(actions, controls.to(actions.device))
     return WorldReport(
         estimate("codec psnr", decibels(video.flatten(0, 1), kept.flatten(0, 1)).view(B, T).mean(1)),
-        estimate(f"still psnr@{AT}", decibels(video[:, AT], video[:, 0])),
+        estimate(f"still psnr@{AT}", decibels(video[:, AT], kept[:, 0])),
         estimate(f"Δpsnr@{AT}", delta_psnr(video[:, AT], drawn[:, AT - 1], strayed)),
         drift(video[:, 1:], drawn),
         found,

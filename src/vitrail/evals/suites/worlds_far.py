@@ -22,21 +22,25 @@ from vitrail.generate.rollout import Rolling, Rollout, roll
 from vitrail.models.genie import Genie
 
 CLIP = 8  # frames of a clip that is compared as one of a set
+LEAST = 4  # videos: halves of them are sets too
 
 
 class Strayed(NamedTuple):
     """Frame `at` of worlds that run on: PSNR to what really followed, while that is known, and the Fréchet distance of
-    the clips that end there to real ones."""
+    the clips that end there to the last real ones of the same videos; `halves` is that of the worlds of every other
+    video to the real clips of the videos between."""
 
     at: int
     psnr: Estimate | None
     frechet: Estimate
+    halves: Estimate
 
 
 class Far(NamedTuple):
     drawn: Tensor  # uint8 (B, frames, C, H, W)
     strayed: list[Strayed]
-    apart: Estimate  # the Fréchet distance of real clips to other real ones
+    apart: Estimate  # the Fréchet distance of the last real clips to the first of the same videos
+    chance: Estimate  # that of the last real clips of every other video to those between: what `halves` can come to
     read: Estimate | None  # the share of actions that the latent model reads back from the frames they led to
 
 
@@ -54,18 +58,29 @@ def judge_far(
     """Videos uint8 (B, T, C, H, W), rolled out from their first frames by the actions between (B, T − 1) and, when they
     are at an end, by the same again. The Fréchet distance needs no truth, and so goes on."""
     B, T = video.shape[:2]
-    if B < 2 or T < 2 * CLIP or frames < CLIP:
-        raise DataError(f"{B} videos of {T} frames, drawn {frames} far", f"give two or more, of {2 * CLIP} frames")
+    if B < LEAST or T < 2 * CLIP or frames < CLIP:
+        raise DataError(
+            f"{B} videos of {T} frames, drawn {frames} far",
+            f"give {LEAST} or more, of {2 * CLIP} frames, and draw {CLIP}",
+        )
     again = -(-frames // actions.shape[1])
     drawn = roll(model, video[:, 0], actions.repeat(1, again)[:, :frames], rolling, seed=seed).cpu()
     real = video.cpu()
     first, last = (clip_features(clips, network) for clips in (real[:, 1 : CLIP + 1], real[:, -CLIP:]))
+
+    def apart(clips: Tensor) -> Estimate:  # row by row of the same videos
+        return frechet_distance(last, clips, network.name, paired=True)
+
+    def halves(clips: Tensor) -> Estimate:  # of no video that both have
+        return frechet_distance(last[: B // 2 * 2 : 2], clips[1::2], network.name)
+
     strayed = []
     for at in sorted({min(CLIP * 2**i, frames) for i in range(frames.bit_length())}):
         followed = decibels(real[:, at], drawn[:, at - 1]) if at < T else None
-        away = frechet_distance(last, clip_features(drawn[:, at - CLIP : at], network), network.name)
-        strayed.append(Strayed(at, None if followed is None else estimate(f"psnr@{at}", followed), away))
-    return Far(drawn, strayed, frechet_distance(last, first, network.name), _read_back(model, video, rolling, seed))
+        psnr = None if followed is None else estimate(f"psnr@{at}", followed)
+        clips = clip_features(drawn[:, at - CLIP : at], network)
+        strayed.append(Strayed(at, psnr, apart(clips), halves(clips)))
+    return Far(drawn, strayed, apart(first), halves(last), _read_back(model, video, rolling, seed))
 
 
 def _read_back(model: Genie, video: Tensor, rolling: Rolling | None, seed: int) -> Estimate | None:

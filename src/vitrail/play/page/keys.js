@@ -16,7 +16,8 @@ export class Keys {
     addEventListener("blur", () => this.release());
   }
 
-  offer(actions, arrows, codes) {
+  /** `beside` is whether a model and a simulator are played together. */
+  offer(actions, arrows, codes, beside) {
     this.actions = actions;
     this.release();
     arrows.replaceChildren();
@@ -24,16 +25,21 @@ export class Keys {
     actions.forEach((action, number) => {
       const arrow = action.keys.length === 1 && SIGNS[action.keys[0]];
       const digit = action.keys.length === 0 || action.keys[0].startsWith("Digit");
-      if (arrow) arrows.append(this.made(number, arrow, action.name, PLACES[action.keys[0]]));
-      else if (digit) codes.append(this.made(number, action.name, action.model ? `action ${action.name}` : action.name));
+      const alone = beside && !action.model;
+      if (arrow) arrows.append(this.made(number, arrow, action.name, alone, PLACES[action.keys[0]]));
+      else if (digit) codes.append(this.made(number, action.name, action.model ? `action ${action.name}` : action.name, alone));
     });
   }
 
-  made(number, sign, label, area) {
+  made(number, sign, label, alone, area) {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = sign;
     button.setAttribute("aria-label", label);
+    if (alone) {
+      button.classList.add("alone");
+      button.title = "moves the simulator alone";
+    }
     if (area) button.style.gridArea = area;
     const end = () => {
       if (this.button === number) this.button = null;

@@ -7,6 +7,8 @@ import { Screen } from "./screen.js";
 const $ = (id) => document.getElementById(id);
 const SAID = { real: "the simulator's beginning", picture: "the picture given", any: "one by chance" };
 const WINDOW = 3000; // milliseconds over which frames are counted
+const LEGIBLE = 4000; // milliseconds that an error stays, however well the world goes on
+const SEEDS = 2 ** 31;
 
 const screen = new Screen($("views"));
 const keys = new Keys(() => pump());
@@ -20,6 +22,8 @@ let over = false; // nothing moves any more
 let sent = 0; // when the last action went out
 let timer = 0;
 let times = []; // when the frames of the last seconds came
+let told = 0; // when the last error was shown
+let pointed = false; // the last that was used is a pointer, not a key
 
 function open() {
   link?.close();
@@ -36,9 +40,9 @@ function greeted(message) {
   $("again").hidden = true;
   $("title").textContent = document.title = hello.title;
   $("rate").value = hello.rate;
-  $("most").value = $("rate").value;
+  $("most").textContent = $("rate").value;
   $("upload").hidden = !hello.most_bytes;
-  keys.offer(hello.actions, $("arrows"), $("codes"));
+  keys.offer(hello.actions, $("arrows"), $("codes"), hello.views.length > 1);
   screen.clear();
   offerStarts();
   $("hint").textContent = hints().join(" ");
@@ -57,11 +61,14 @@ function offerStarts() {
 function hints() {
   const arrows = hello.actions.some(({ keys }) => keys[0]?.startsWith("Arrow"));
   const digits = hello.actions.some(({ keys }) => keys[0]?.startsWith("Digit"));
-  const apart = hello.views.length > 1 && arrows && !hello.actions.some(({ model, real }) => model && real);
+  const both = hello.views.length > 1;
+  const apart = both && arrows && !hello.actions.some(({ model, real }) => model && real);
+  const alone = both && !apart ? hello.actions.filter(({ model }) => !model).map(({ name }) => name) : [];
   return [
     arrows ? "Arrows move." : "",
     digits ? "Digits are the model's own actions." : "",
     apart ? "Nobody has told what the arrows are to the model: they move the simulator alone." : "",
+    alone.length ? `The model has no action for ${alone.join(", ")}: the simulator moves alone.` : "",
     hello.idle === null ? "Time stands still while no key is held." : "",
   ].filter(Boolean);
 }
@@ -69,6 +76,10 @@ function hints() {
 function reset() {
   const wanted = $("wanted").value.trim();
   if (!link || !$("start").value) return;
+  if (!/^[0-9]*$/.test(wanted) || Number(wanted) >= SEEDS) {
+    tell(`${wanted} is no seed.`, `Seeds are whole numbers below ${SEEDS}.`);
+    return;
+  }
   ask(() => link.reset(JSON.parse($("start").value), wanted === "" ? null : Number(wanted)));
 }
 
@@ -90,15 +101,16 @@ function answered() {
 }
 
 function seen(frame) {
-  answered();
-  begun = true;
   const now = performance.now();
+  if (now - told > LEGIBLE) hush();
+  begun = true;
+  answered();
   times = frame.step ? [...times.filter((time) => now - time < WINDOW), now] : [];
   const last = times.length - 1;
-  $("fps").value = last > 1 ? ((1000 * last) / (times[last] - times[0])).toFixed(1) : "–";
-  $("step").value = frame.step;
-  $("seed").value = frame.seed;
-  $("ms").value = frame.ms;
+  $("fps").textContent = last > 1 ? ((1000 * last) / (times[last] - times[0])).toFixed(1) : "–";
+  $("step").textContent = frame.step;
+  $("seed").textContent = frame.seed;
+  $("ms").textContent = frame.ms;
   if (frame.start === "picture" && !hello.choices.includes("picture")) {
     hello.choices.push("picture");
     offerStarts();
@@ -124,21 +136,26 @@ function pump() {
   link.step(action);
 }
 
-function refused({ problem, remedy }) {
+function refused({ problem, remedy, begun: goes }) {
+  begun = goes;
   answered();
   tell(problem, remedy);
+  pump();
 }
 
 function ended(reason) {
   begun = waiting = false;
   link = null;
+  // Where the server closes it for a reason, it mostly has said more before.
   if (!reason) tell("The server has gone.", "Start it again, and connect again.");
+  else if ($("error").hidden) tell(`The server has closed the connection: ${reason}.`, "Connect again.");
   $("again").hidden = false;
 }
 
 function tell(problem, remedy) {
   $("error").textContent = `${problem}\n${remedy}`;
   $("error").hidden = false;
+  told = performance.now();
 }
 
 function hush() {
@@ -155,11 +172,22 @@ async function upload(file) {
   if (link) ask(() => link.picture(bytes));
 }
 
+// Keys steer again once a setting is made. Who makes it by keys still needs them there, and leaves it by Tab.
+function leave({ target }) {
+  if (pointed) target.blur();
+}
+
+addEventListener("pointerdown", () => (pointed = true), true);
+addEventListener("keydown", () => (pointed = false), true);
 $("settings").addEventListener("submit", (event) => {
   event.preventDefault();
+  $("wanted").blur();
   reset();
 });
-$("start").addEventListener("change", reset);
+$("start").addEventListener("change", (event) => {
+  leave(event);
+  reset();
+});
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", paused);
@@ -169,10 +197,12 @@ $("pause").addEventListener("click", () => {
   pump();
 });
 $("rate").addEventListener("input", () => {
-  $("most").value = $("rate").value;
+  $("most").textContent = $("rate").value;
   pump();
 });
+$("rate").addEventListener("change", leave);
 $("file").addEventListener("change", ({ target }) => {
+  target.blur();
   upload(target.files[0]).finally(() => (target.value = ""));
 });
 addEventListener("dragover", (event) => event.preventDefault());

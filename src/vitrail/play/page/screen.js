@@ -29,6 +29,8 @@ export class Screen {
     const figure = document.createElement("figure");
     const made = { canvas: document.createElement("canvas"), caption: document.createElement("figcaption") };
     made.canvas.dataset.name = name;
+    made.canvas.setAttribute("role", "img");
+    made.canvas.setAttribute("aria-label", `${name}: the last frame`);
     figure.append(made.canvas, made.caption);
     this.place.append(figure);
     this.views.set(name, made);

@@ -17,7 +17,8 @@ from vitrail.play.controls import idle, learn_controls, offered
 from vitrail.studio import Studio
 
 
-def test_a_folder_is_loaded_with_what_belongs_to_it(tmp_path):
+def test_a_folder_is_loaded_with_what_belongs_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrail.play.playground._halves", lambda: False)
     made = playground(controls=Controls(world="pocket", codes={"left": 3, "up": 0}, repeat=2))
     made.save(tmp_path)
     again = vitrail.load(tmp_path, device="cpu")
@@ -55,6 +56,16 @@ def test_a_folder_of_weights_alone_will_do(tmp_path):
         vitrail.load(tmp_path, template="vicuna")
     with pytest.raises(ConfigError, match="unified"):  # what asks for a model that answers is told so
         Studio.load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_half_precision_is_for_those_who_multiply_it(tmp_path, monkeypatch, halves):
+    playground().save(tmp_path)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: halves, raising=False)
+    kinds = {weight.dtype for weight in Playground.load(tmp_path, device="cpu").model.parameters()}
+    assert kinds == {torch.bfloat16 if halves else torch.float32}
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")  # as in another version of torch
+    assert Playground.load(tmp_path, device="cpu").roll([1], seed=0)
 
 
 def test_rolls_are_those_of_a_rollout():

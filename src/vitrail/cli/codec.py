@@ -1,14 +1,13 @@
 """`vitrail codec`: what codecs keep of one picture, and of many beside the formats that everybody has."""
 
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from vitrail import __version__
+from vitrail.cli.written import write_plain
 from vitrail.errors import CheckpointError, ConfigError, VitrailError
 
 if TYPE_CHECKING:
@@ -192,7 +191,8 @@ def compare(
             progress.set_postfix_str(coder.name)
             rows.append(measure(coder, pictures, **how))
             if out is not None:  # what takes hours is not lost when it is stopped
-                _write(out, settings, rows, where)
+                found = {"suite": "reconstruction", "threads": torch.get_num_threads(), **settings}
+                write_plain(out, found | {"rows": [row.plain for row in rows]}, where, quiet=True)
             progress.update()
     print(table(rows))
     for row in rows:
@@ -283,26 +283,3 @@ def _reader(name: str, data: str, pictures: "Shown", train: "Shown | None", batc
     if train is not None and train.names != pictures.names:
         raise ConfigError(f"{data}: train and test have other classes", "give both the same sub-folders")
     return Reader(embedder, told(pictures), pictures.names, train=told(train) if train else None)
-
-
-def _write(path: Path, settings: dict[str, Any], rows: "list[Row]", device: str) -> None:
-    import datetime
-    import json
-    import platform
-
-    import torch
-
-    origin = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["vitrail", *(Path(w).name if Path(w).is_absolute() else w for w in sys.argv[1:])]),
-        "vitrail": __version__,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    found = {"suite": "reconstruction", "origin": origin, **settings, "rows": [row.plain for row in rows]}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", "give another file") from None

@@ -21,14 +21,16 @@ def check_written(path: Path | None, option: str = "--json") -> None:
             path.unlink()
 
 
-def write_plain(path: Path, data: dict[str, Any], device: str = "cpu") -> None:
-    """Figures as JSON, with their origin: the command, the commit, the device they were computed on, the day."""
+def write_plain(path: Path, data: dict[str, Any], device: str = "cpu", *, quiet: bool = False) -> None:
+    """Figures as JSON, with their origin: the command, the commit, the device they were computed on, the day. `quiet`
+    where it is written again and again."""
     from vitrail.hub.files import write_json
     from vitrail.lab.origin import origin
 
     with _writing(path, "--json"):
         write_json(path, {"origin": origin(command_line(), device), **data})
-    print(f"→ {path}")
+    if not quiet:
+        print(f"→ {path}")
 
 
 def command_line() -> str:

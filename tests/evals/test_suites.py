@@ -165,9 +165,10 @@ def test_a_fit_is_the_minimum(strength):
 
 
 def test_a_fit_is_scikit_learns():
-    linear_model = pytest.importorskip("sklearn.linear_model")
+    from sklearn.linear_model import LogisticRegression
+
     x, y = blobs(200, 0)
-    theirs = linear_model.LogisticRegression(C=1 / (0.01 * 200), tol=1e-10, max_iter=5000).fit(x.numpy(), y.numpy())
+    theirs = LogisticRegression(C=1 / (0.01 * 200), tol=1e-10, max_iter=5000).fit(x.numpy(), y.numpy())
     ours = fit(x.double(), y, 3, 0.01)
     torch.testing.assert_close(ours.weight, torch.from_numpy(theirs.coef_).double(), atol=1e-4, rtol=1e-4)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from models.test_unified import made
 from tasks.test_contrast import named
 from vitrail import hub, recipe
 from vitrail.codecs.codec import Codec
+from vitrail.data.order import Mixture
 from vitrail.data.scenes.source import Asked, ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.talks import QUESTIONS, SceneTalks, talks
@@ -22,7 +24,11 @@ from vitrail.models.unified import Unified
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.told import IGNORED, TEXT
 from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
+from vitrail.train import trainer
+from vitrail.train.ahead import Ahead
 from vitrail.train.distributed import Whole
+from vitrail.train.optim import OptimConfig
+from vitrail.train.stage import StageConfig
 from vitrail.train.task import MadeTask
 
 
@@ -285,3 +291,20 @@ def test_a_caption_ends_a_talk(scenes, words):
         assert learnt[learnt != IGNORED].tolist() == [*words.encode(answer), words.eos]
     with pytest.raises(ConfigError, match="caption_lung"):
         task(scenes, words, last="caption_lung")
+
+
+def test_making_samples_early_changes_nothing(tmp_path, scenes, words, monkeypatch):
+    curves = []
+    for early in (False, True):
+        monkeypatch.setattr(trainer, "Ahead", partial(Ahead, early=early))
+        torch.manual_seed(0)
+        task_ = task(scenes, words, "masked", questions=2, length=64)
+        stage = StageConfig(
+            name="learn", task="unified", steps=4, batch=6, accumulate=2, save_every=100,
+            mixture=Mixture(weights={"scenes": 1.0, "drawn": 1.0}), optim=OptimConfig(lr=1e-2),
+        )  # fmt: skip
+        sources = {"scenes": scenes, "drawn": SceneSource(scenes.config, scenes.atlas, "drawn")}
+        folder = tmp_path / str(early)
+        trainer.Trainer(stage, task_, sources, folder, quiet=True).train()
+        curves.append([json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()])
+    assert curves[0] == curves[1] and curves[0][0] != curves[0][1]

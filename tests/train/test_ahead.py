@@ -1,20 +1,31 @@
 import pytest
 import torch
 
-from vitrail.train.ahead import Ready, ahead, one_early
+from vitrail.train.ahead import Ahead, Ready
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def run(steps, make, device="cpu", early=None, pass_over=lambda ready: None):
+    """What a trainer does: a step's samples, a pass over them, the next step's begun."""
+    batches, found = Ahead(iter(steps), make, torch.device(device), early=early), []
+    for ready in batches:
+        found.append(ready)
+        pass_over(ready)
+        batches.begin()
+        batches.begin()  # of the second micro-batch: nothing is left to begin
+    return found
+
+
+@pytest.mark.parametrize(("device", "early"), WAYS)
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_every_step_comes_once_and_in_order(device, steps):
+def test_every_step_comes_once_and_in_order(device, early, steps):
     read = [[{"x": torch.full((3,), float(step))}, {"x": torch.zeros(2)}] for step in range(steps)]
 
     def make(micro):
         return [{"made": batch["x"].to(device) * 2 + 1} for batch in micro]
 
-    found = list(ahead(iter(read), make, torch.device(device)))
+    found = run(read, make, device, early)
     assert [ready.read for ready in found] == read
     for step, ready in enumerate(found):
         assert isinstance(ready, Ready)
@@ -32,37 +43,45 @@ def test_what_is_made_beside_a_long_pass_is_whole():
             at = at + 1
         return [{"at": at}]
 
-    read = [[{"at": torch.full((100_000,), step)}] for step in range(6)]
-    for step, ready in enumerate(ahead(iter(read), make, torch.device("cuda"))):
+    def pass_over(ready):
         y = x
         for _ in range(20):
             y = y @ x / 64
-        assert bool((ready.made[0]["at"] == step + 200).all())
+        sums.append((ready.made[0]["at"].sum(), y.sum()))
+
+    read, sums = [[{"at": torch.full((100_000,), step)}] for step in range(6)], []
+    run(read, make, "cuda", None, pass_over)
+    assert [int(total) for total, _ in sums] == [100_000 * (step + 200) for step in range(6)]
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_what_fails_ahead_of_time_fails_in_its_own_turn(step):
+def test_what_fails_ahead_of_time_fails_in_its_own_turn(step, early):
     def items():
         for i in range(5):
             if i == step:
                 raise OSError(f"step {i} cannot be read")
-            yield i
+            yield [{"x": torch.full((1,), i)}]
 
     given = []
     with pytest.raises(OSError, match=f"step {step}"):
-        for item in one_early(items()):
-            given.append(item)
-    assert given == list(range(step))
+        run(items(), lambda micro: micro, "cpu", early, given.append)
+    assert [int(ready.read[0]["x"]) for ready in given] == list(range(step))
 
 
-def test_one_is_begun_before_the_one_ahead_of_it_is_given():
-    begun = []
-    items = one_early(begun.append(i) or i for i in range(3))
-    assert next(items) == 0 and begun == [0, 1]
-    assert [*items] == [1, 2] and not list(one_early(iter(())))
+def test_the_next_is_made_when_it_is_begun():
+    made = []
+    batches = Ahead(iter([[{}], [{}], [{}]]), lambda micro: made.append(1) or micro, torch.device("cpu"), early=True)
+    next(batches)
+    assert len(made) == 1
+    batches.begin()
+    assert len(made) == 2
+    next(batches)
+    assert len(made) == 2
 
 
-def test_waiting_is_for_what_is_read_and_not_for_what_is_made(monkeypatch):
+@pytest.mark.parametrize("early", [False, True])
+def test_waiting_is_for_what_is_read_and_not_for_what_is_made(monkeypatch, early):
     clock = [0.0]
     monkeypatch.setattr("vitrail.train.ahead.time.perf_counter", lambda: clock[0])
 
@@ -75,4 +94,4 @@ def test_waiting_is_for_what_is_read_and_not_for_what_is_made(monkeypatch):
         clock[0] += 50.0
         return micro
 
-    assert [ready.waited for ready in ahead(read(), make, torch.device("cpu"))] == [2.0] * 3
+    assert [ready.waited for ready in run(read(), make, "cpu", early)] == [2.0] * 3

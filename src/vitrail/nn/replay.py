@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 STEP = 64  # numbers are recorded for batches of a multiple of this, and what is too much is cut off
+URGENT = -1  # short kernels go before long ones that run beside them, or each would wait for its turn
 MOST = 8  # sizes of batches that are recorded; of others every kernel is launched
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class Replayed(Generic[T]):
     def _record(self, index: Tensor, count: int) -> _Recorded:
         static = index[-1:].repeat(count)
         chance = torch.cuda.get_rng_state(index.device)  # as if nothing had been tried
-        stream = torch.cuda.Stream(index.device)
+        stream = torch.cuda.Stream(index.device, priority=URGENT)  # a graph keeps it
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # tables are made, and kernels loaded, outside the graph

@@ -1,14 +1,13 @@
 """The samples of the next step, made while this one runs."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
+from vitrail.nn.replay import URGENT
 from vitrail.train.task import Batch
-
-T = TypeVar("T")
 
 
 class Ready(NamedTuple):
@@ -19,58 +18,61 @@ class Ready(NamedTuple):
     waited: float  # seconds that reading took since the step before was given; not those of making
 
 
-def ahead(
-    steps: Iterator[list[Batch]], make: Callable[[list[Batch]], list[Batch]], device: torch.device
-) -> Generator[Ready, None, None]:
-    """Each step's micro-batches, and what `make` makes of them: on a GPU one step early, in a stream of its own, so
-    that its many short kernels run beside the long ones of the pass."""
-    waited = 0.0
-
-    def timed() -> Iterator[list[Batch]]:
-        nonlocal waited
-        while True:
-            start = time.perf_counter()
-            read = next(steps, None)
-            waited += time.perf_counter() - start
-            if read is None:
-                return
-            yield read
-
-    begun = _beside(timed(), make, device) if device.type == "cuda" else ((read, make(read)) for read in timed())
-    for read, made in begun:
-        ready, waited = Ready(read, made, waited), 0.0
-        yield ready
+class _Begun(NamedTuple):
+    read: list[Batch]
+    made: list[Batch]
+    done: torch.Event | None  # when they are whole
 
 
-def _beside(
-    steps: Iterator[list[Batch]], make: Callable[[list[Batch]], list[Batch]], device: torch.device
-) -> Iterator[tuple[list[Batch], list[Batch]]]:
-    side = torch.cuda.Stream(device)
+class Ahead(Iterator[Ready]):
+    """Each step's micro-batches, and what `make` makes of them: on a GPU `early`, in a stream of its own, so that its
+    many short kernels run beside the long ones of a pass."""
 
-    def begin(read: list[Batch]) -> tuple[list[Batch], list[Batch], torch.Event]:
-        side.wait_stream(torch.cuda.current_stream(device))  # a judge may have used what making uses
-        with torch.cuda.stream(side):
-            return read, make(read), side.record_event()
+    def __init__(
+        self,
+        steps: Iterator[list[Batch]],
+        make: Callable[[list[Batch]], list[Batch]],
+        device: torch.device,
+        *,
+        early: bool | None = None,
+    ):
+        self._steps, self._make, self._device = steps, make, device
+        self._side = torch.cuda.Stream(device, priority=URGENT) if device.type == "cuda" else None
+        self._early = self._side is not None if early is None else early
+        self._begun: _Begun | Exception | None = None
+        self._waited = 0.0
 
-    for read, made, event in one_early(begin(read) for read in steps):
-        here = torch.cuda.current_stream(device)
-        here.wait_event(event)
-        for batch in made:
-            for value in batch.values():
-                value.record_stream(here)  # it was allocated in the other
-        yield read, made
+    def begin(self) -> None:
+        """Begin with the next step's, once the pass over this one's is launched: the host has time then. What fails
+        does so when it is asked for."""
+        if self._early and self._begun is None:
+            try:
+                self._begun = self._start()
+            except Exception as error:  # the end is one too
+                self._begun = error
 
+    def __next__(self) -> Ready:
+        begun, self._begun = self._begun, None
+        if begun is None:
+            begun = self._start()
+        if isinstance(begun, Exception):
+            raise begun
+        if begun.done is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(begun.done)
+            for batch in begun.made:
+                for value in batch.values():
+                    value.record_stream(here)  # it was allocated in the other
+        waited, self._waited = self._waited, 0.0
+        return Ready(begun.read, begun.made, waited)
 
-def one_early(items: Iterator[T]) -> Iterator[T]:
-    """Each, once the one behind it has been asked for. One that fails does so in its own turn, not in the turn of the
-    one before it."""
-    due, failed = next(items, None), None
-    while due is not None:
+    def _start(self) -> _Begun:
+        start = time.perf_counter()
         try:
-            following = next(items, None)
-        except Exception as error:
-            following, failed = None, error
-        yield due
-        due = following
-    if failed is not None:
-        raise failed
+            read = next(self._steps)
+        finally:
+            self._waited += time.perf_counter() - start
+        if self._side is None:
+            return _Begun(read, self._make(read), None)
+        with torch.cuda.stream(self._side):
+            return _Begun(read, self._make(read), self._side.record_event())

@@ -93,7 +93,8 @@ class MeteredTask(Task, Protocol):
 @runtime_checkable
 class MadeTask(Task, Protocol):
     """A task whose batches are numbers, of which it makes pictures and texts on the device. The trainer has those of
-    the next step made while this one runs, so that whatever chance a step needs is drawn here and not in its pass."""
+    the next step made while this one runs: of no weights, and whatever chance a step needs is drawn here, not in its
+    pass."""
 
     def made(self, batch: Batch) -> Batch:
         """What a pass takes; a pass over a batch of numbers makes it first."""

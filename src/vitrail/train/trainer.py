@@ -23,7 +23,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.nn import Block
 from vitrail.nn.replay import recording
 from vitrail.train import checkpoint, distributed
-from vitrail.train.ahead import Ready, ahead
+from vitrail.train.ahead import Ahead
 from vitrail.train.ema import EMA
 from vitrail.train.log import Log
 from vitrail.train.optim import Optimizer
@@ -130,7 +130,7 @@ class Trainer:
         stop = 0
         try:
             graphs = recording(self.stage.compile == "graphs")
-            with graphs, self._signals(), self._workers(), contextlib.closing(self._ready()) as batches:
+            with graphs, self._signals(), self._workers(), self._ready() as batches:
                 while self.step < self.stage.steps and not stop:
                     values = self._one_step(batches, rate)
                     self.step += 1
@@ -173,7 +173,7 @@ class Trainer:
                     state[name].copy_(before)
         return model
 
-    def _one_step(self, batches: Iterator[Ready], rate: float) -> dict[str, float]:
+    def _one_step(self, batches: Ahead, rate: float) -> dict[str, float]:
         start = time.perf_counter()
         micro, made, waited = next(batches)
         torch.manual_seed(_seed(self.seed, self.step, distributed.rank()))
@@ -192,6 +192,7 @@ class Trainer:
             assert isinstance(share, Tensor)
             # Gradients are averaged over the ranks, and should be summed.
             (share * weight * distributed.size()).backward()
+            batches.begin()
             if len(micro) > 1:
                 self.optimizer.accumulate()
             for name, loss in losses.items():
@@ -273,21 +274,23 @@ class Trainer:
         size = self.stage.batch // self.stage.accumulate
         return [ids or [step * self.stage.batch + m * size] for m, ids in enumerate(self._indices(step))]
 
-    def _ready(self) -> Generator[Ready, None, None]:
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[Ahead]:
         """Every step's samples, on the device."""
-        step = self.step
+        step, gpus = self.step, [self.device] if self.device.type == "cuda" else []
 
         def make(micro: list[Batch]) -> list[Batch]:
             nonlocal step
             sent = [{key: value.to(self.device, non_blocking=True) for key, value in batch.items()} for batch in micro]
             if isinstance(self.task, MadeTask):
-                torch.manual_seed(_seed(self.seed, step, distributed.rank(), "made"))
-                sent = [self.task.made(batch) for batch in sent]
+                with torch.random.fork_rng(gpus):  # a pass may draw too, before and after
+                    torch.manual_seed(_seed(self.seed, step, distributed.rank(), "made"))
+                    sent = [self.task.made(batch) for batch in sent]
             step += 1
             return sent
 
         with contextlib.closing(self._batches()) as batches:
-            yield from ahead((distributed.filled(self.task, micro) for micro in batches), make, self.device)
+            yield Ahead((distributed.filled(self.task, micro) for micro in batches), make, self.device)
 
     def _batches(self) -> Generator[list[Batch], None, None]:
         loader = DataLoader(

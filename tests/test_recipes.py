@@ -11,6 +11,7 @@ import torch
 
 from vitrail import hub, recipe
 from vitrail.cli import train as cli
+from vitrail.config import lay
 from vitrail.data.text import TextConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.processing.text import Tokenizer
@@ -103,7 +104,7 @@ def test_unknown_recipes_and_changes_are_named(tmp_path):
 )
 def test_changes_may_stand_on_several_lines(text, value):
     data = {}
-    recipe._lay(data, "key", text)
+    lay(data, "key", text)
     assert data == {"key": value}
 
 

@@ -1,7 +1,10 @@
 """The one way to configure: frozen typed structs that refuse what they do not know."""
 
+import contextlib
+import copy
 import functools
 import re
+import tomllib
 from typing import Any, Literal, Self, get_args, get_origin
 
 import msgspec
@@ -101,3 +104,27 @@ def _structs(kind: Any) -> list[type]:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return [kind]
     return [struct for part in get_args(kind) for struct in _structs(part)]
+
+
+def lay(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value by its dotted path; a number counts into a list. A text is TOML, or a string as it stands."""
+    if isinstance(value, str):
+        for text in (value, value.replace("\n", " ")):  # a long table may stand on several lines
+            with contextlib.suppress(ValueError):  # no TOML, or more than one value
+                [value] = tomllib.loads("value = " + text).values()
+                break
+    *way, last = key.split(".")
+    node: Any = data
+    for part in way:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node.setdefault(part, {})
+        else:
+            raise ConfigError(f"{key!r} leads nowhere: no {part!r}", "lists are counted from 0: stages.0.steps")
+    if isinstance(node, list):
+        if not (last.isdigit() and int(last) < len(node)):
+            raise ConfigError(f"{key!r} leads nowhere: no {last!r}")
+        node[int(last)] = copy.deepcopy(value)
+    else:
+        node[last] = copy.deepcopy(value)  # what is laid over it later is none of the caller's

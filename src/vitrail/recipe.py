@@ -1,7 +1,5 @@
 """A recipe: a TOML of parts and stages, read, checked as a whole, and only then built."""
 
-import contextlib
-import copy
 import hashlib
 import json
 import shutil
@@ -19,7 +17,7 @@ from vitrail import hub
 from vitrail.backbones.decoder import Decoder
 from vitrail.codecs.codec import Codec
 from vitrail.codecs.video import VideoCodec
-from vitrail.config import Config
+from vitrail.config import Config, lay
 from vitrail.data.captions import captions
 from vitrail.data.episodes.source import EpisodesConfig, EpisodeSource
 from vitrail.data.named import NamedConfig, NamedSource
@@ -284,34 +282,8 @@ def read(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     for key, value in (overrides or {}).items():
-        _lay(data, key, value)
+        lay(data, key, value)
     return Recipe.read(data)
-
-
-def _lay(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set one value by its dotted path; a number counts into a list. A text is TOML, or a string as it stands."""
-    if isinstance(value, str):
-        for text in (value, value.replace("\n", " ")):  # a long table may stand on several lines
-            with contextlib.suppress(ValueError):  # no TOML, or more than one value
-                [value] = tomllib.loads("value = " + text).values()
-                break
-    *way, last = key.split(".")
-    node: Any = data
-    for part in way:
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, dict):
-            node = node.setdefault(part, {})
-        else:
-            raise ConfigError(
-                f"{key!r} leads nowhere in the recipe: no {part!r}", "lists are counted from 0: stages.0.steps"
-            )
-    if isinstance(node, list):
-        if not (last.isdigit() and int(last) < len(node)):
-            raise ConfigError(f"{key!r} leads nowhere in the recipe: no {last!r}")
-        node[int(last)] = copy.deepcopy(value)
-    else:
-        node[last] = copy.deepcopy(value)  # what is laid over it later is none of the caller's
 
 
 # ---- building and running ---------------------------------------------------------------------------------------

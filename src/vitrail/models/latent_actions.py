@@ -23,9 +23,7 @@ from vitrail.config import Config
 from vitrail.errors import DataError
 from vitrail.nn import FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
 
-# Of a view's length: a smaller change is none. Views of equal frames differ by up to 7e-4 of it in bfloat16, and 1e-7
-# in float32; those of an object of 8 × 8 pixels, among 64 × 64, that moves by one, by 3e-3 or more.
-STILL = 1e-3
+STILL = 1e-3  # of a view's length: a smaller change is rounding, half precision's included
 
 
 class LatentActionsConfig(Config):

@@ -1,5 +1,7 @@
 """The rule of who sees whom, against a loop written from its words and against transformers' masks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,12 +36,14 @@ def streams(draw):
     )
 
 
-@given(streams())
+@given(streams(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_mask_is_the_rule(stream):
+def test_mask_is_the_rule(stream, common):
     segments, spans, causal, window = stream
     shape = (segments if segments is not None else spans).shape
-    mask = attention_plan(segments, spans, causal=causal, window=window).mask(shape[1], shape[1], CPU)
+    plan = replace(attention_plan(segments, spans, causal=causal, window=window), common=common)
+    mask = plan.mask(shape[1], shape[1], CPU)
+    assert torch.equal(plan.to("cpu").mask(shape[1], shape[1], CPU), mask)
     for b in range(shape[0]):
         for q in range(shape[1]):
             for k in range(shape[1]):
@@ -50,7 +54,7 @@ def test_mask_is_the_rule(stream):
                 if spans is not None:
                     ok = ok or (spans[b, q] > 0 and spans[b, q] == spans[b, k])
                 if segments is not None:
-                    ok = ok and segments[b, q] == segments[b, k]
+                    ok = ok and (segments[b, q] == segments[b, k] or (common and segments[b, k] == 0))
                 assert mask[b, 0, q, k] == bool(ok), (b, q, k)
 
 

@@ -56,7 +56,7 @@ def task(scenes, words, order="raster", text=None, **settings) -> UnifiedTask:
 def test_only_answers_are_learnt(scenes, words):
     made = task(scenes, words, questions=3, length=200)
     index = torch.arange(6)
-    pixels, ids, targets = made._talk("scenes", index).values()
+    pixels, ids, targets, since = made._talk("scenes", index).values()
     told = made.talks["scenes"]
     assert isinstance(told, SceneTalks)
     said = ask_several(told.words, scenes.scenes(index), scenes.config.seed, QUESTIONS, 3)
@@ -69,9 +69,28 @@ def test_only_answers_are_learnt(scenes, words):
         assert ids[b, : len(whole)].tolist() == whole
         learnt = [i for t in turns for i in (*words.encode(answers[t]), words.eos)]
         assert targets[b][targets[b] != IGNORED].tolist() == learnt
+        sizes = [len([*words.encode(questions[t]), *words.encode(answers[t])]) + 2 for t in turns]
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        assert since[b, : len(whole)].tolist() == [at for at, n in zip(starts, sizes, strict=True) for _ in range(n)]
         places = (targets[b] != IGNORED).nonzero()[:, 0]
         assert torch.equal(ids[b, places + 1], targets[b, places])  # each is the token that follows
     assert torch.equal(pixels, views(scenes.draw(index).pixels, PLAIN.with_(side=12)))
+
+
+@pytest.mark.parametrize("last", [None, "caption_long"])
+def test_each_question_is_as_if_it_alone_were_asked(scenes, words, last):
+    made = task(scenes, words, questions=3, last=last, length=300)
+    model, batch = made.model.eval(), made.made({"scenes": torch.arange(3)})
+    ids, targets, since = (batch[f"scenes:{part}"] for part in ("ids", "targets", "since"))
+    seen, _ = model.look(batch["scenes:pixels"])
+    hidden = model(model.shown(seen), model.words(ids, since=since))[:, -ids.shape[1] :]
+    for b in range(3):
+        starts = since[b, targets[b] != IGNORED].unique().tolist()
+        assert len(starts) > 1
+        for start in starts:
+            own = since[b] == start
+            alone = model(model.shown(seen[b : b + 1]), model.words(ids[b : b + 1, own]))[:, -int(own.sum()) :]
+            torch.testing.assert_close(hidden[b : b + 1, own], alone, atol=1e-5, rtol=1e-4)
 
 
 def test_a_talk_that_is_too_long_is_cut(scenes, words):
@@ -82,7 +101,7 @@ def test_a_talk_that_is_too_long_is_cut(scenes, words):
 
 def test_names_are_asked_for(scenes, words):
     made = task(scenes, words)
-    _, ids, targets = made._talk("named", torch.arange(4)).values()
+    _, ids, targets, _ = made._talk("named", torch.arange(4)).values()
     source = made.talks["named"].source
     for b in range(4):
         name = source.pieces.read(source.texts(torch.tensor([b]), vary=False))[0]
@@ -99,9 +118,10 @@ def test_the_losses_are_those_of_the_formula(scenes, words, order):
     losses = made(batch)
     assert made.counts(batch) == {"read": 3, "draw": 3}
     with torch.no_grad():
-        pixels, ids, targets = made._talk("scenes", index).values()
+        pixels, ids, targets, since = made._talk("scenes", index).values()
         seen, codes = model.look(pixels)
-        logits = model.decoder.logits(model(model.shown(seen), model.words(ids)))[:, 10:].log_softmax(-1)
+        said = model(model.shown(seen), model.words(ids, since=since))
+        logits = model.decoder.logits(said)[:, 10:].log_softmax(-1)
         each = [-logits[b, t, targets[b, t]] for b in range(3) for t in range(256) if targets[b, t] != IGNORED]
         torch.testing.assert_close(losses["read"], torch.stack(each).mean() * 3)
         torch.manual_seed(7)

@@ -32,6 +32,7 @@ class Talk(NamedTuple):
     pixels: Tensor  # uint8 (B, 3 or 4, H, W)
     rows: Tensor  # (B, P) pieces
     learnt: Tensor  # (B, P) which are to be learnt: answers, and their ends
+    since: Tensor  # (P,) the piece that each one's turn begins with
 
 
 class Wish(NamedTuple):
@@ -59,7 +60,7 @@ class Talks(Protocol):
 
 class SceneTalks:
     """Several questions a scene, of different kinds, their answers evened out, and one kind `last` of all: behind them,
-    so that no answer can be read off a caption. And prompts of GenEval's kinds that name all there is, or else the
+    so that no answer could be read off a caption. And prompts of GenEval's kinds that name all there is, or else the
     caption."""
 
     views = PLAIN
@@ -95,7 +96,9 @@ class SceneTalks:
             told = ask(words, drawn.scenes, self.source.config.seed, self.last, held_out=self.held_out)
             parts.append(turns(told.question, told.answer, told.valid, len(self.pieces)))
         rows, learnt = (torch.cat([x.view(len(index), -1) for x in column], 1) for column in zip(*parts, strict=True))
-        return Talk(drawn.pixels, rows, learnt)
+        wide, place = parts[0][0].shape[1], torch.arange(rows.shape[1], device=index.device)
+        since = (place // wide).clamp(max=self.questions - (self.last is None)) * wide
+        return Talk(drawn.pixels, rows, learnt, since)
 
     def _wish(self, index: Tensor) -> Wish:
         drawn, words, seed = self.source.draw(index), self._on(index.device), self.source.config.seed
@@ -135,7 +138,7 @@ class NamedTalks:
         question = self._asked.to(index.device)[which]
         valid = torch.ones(len(index), dtype=torch.bool, device=index.device)
         rows, learnt = turns(question, self.source.texts(index, vary=False), valid, len(self.pieces))
-        return Talk(self.source.pixels(index), rows, learnt)
+        return Talk(self.source.pixels(index), rows, learnt, torch.zeros_like(rows[0]))
 
     def wish(self, index: Tensor) -> Wish:
         rows = self.source.texts(index)

@@ -67,6 +67,7 @@ class Piece(NamedTuple):
 
     x: Tensor  # (B, n, W)
     real: Tensor | None = None  # (B, n) which tokens are there; all unless given
+    since: Tensor | None = None  # (B, n) of words in turns: the place in the piece where a token's turn begins
     grid: tuple[int, int] | None = None  # of a picture
     both: bool = False  # read both ways
 
@@ -140,10 +141,11 @@ class Unified(nn.Module):
 
     # ---- pieces -------------------------------------------------------------------------------------------------
 
-    def words(self, ids: Tensor, counts: Tensor | None = None) -> Piece:
-        """ids (B, n), of which the first `counts` (B,) of each row are there"""
+    def words(self, ids: Tensor, counts: Tensor | None = None, since: Tensor | None = None) -> Piece:
+        """ids (B, n), of which the first `counts` (B,) of each row are there; in turns that know nothing of each other,
+        where it is said since which place a token's own goes (B, n)"""
         places = torch.arange(ids.shape[1], device=ids.device)
-        return Piece(self.decoder.embed(ids), None if counts is None else places < counts[:, None])
+        return Piece(self.decoder.embed(ids), None if counts is None else places < counts[:, None], since)
 
     def shown(self, seen: Tensor) -> Piece:
         """A picture to be read: what `look` gives (B, h, w, ·)"""
@@ -177,6 +179,7 @@ class Unified(nn.Module):
                 # No sum where all are there: torch 2.11's compiler sees through it, and trips over what it finds.
                 every = piece.real is None
                 steps = torch.arange(n, device=device) if every else (real.long().cumsum(1) - 1).clamp(min=0)
+                steps = steps if piece.since is None else steps - piece.since
                 place = (start + steps)[..., None].expand(-1, -1, 3)
                 start = start + real.sum(1, keepdim=True)
             else:
@@ -184,11 +187,14 @@ class Unified(nn.Module):
                 place, start = start[..., None] + place, start + after
             positions.append(place)
             spans.append(torch.full((B, n), number if piece.both else 0, device=device))
-            segments.append(real.long() - 1)  # what is not there is seen by nothing that is
+            turn = real.long() if piece.since is None else (piece.since + 2) * real
+            segments.append(turn - 1)  # what is not there is seen by nothing that is
         where = torch.cat(positions, 1)
         span = torch.cat(spans, 1) if any(piece.both for piece in pieces) else None
-        segment = torch.cat(segments, 1) if any(piece.real is not None for piece in pieces) else None
-        plan = Plan(causal=True, segments=segment, key_segments=segment, spans=span, key_spans=span)
+        apart = any(piece.since is not None for piece in pieces)
+        cut = apart or any(piece.real is not None for piece in pieces)
+        segment = torch.cat(segments, 1) if cut else None
+        plan = Plan(causal=True, segments=segment, key_segments=segment, spans=span, key_spans=span, common=apart)
         ends = tuple(accumulate(piece.x.shape[1] for piece in pieces))
         return Laid(x, where[..., 0] if flat else where, plan, ends)
 

@@ -6,7 +6,8 @@ future (if causal) nor outside its window, except that tokens of one span always
     same segment  ∧  ((past ∧ in window)  ∨  same span)
 
 Packed samples, padding and local windows over a picture are segments; pictures read both ways inside a causal text
-are spans; text-only rows of a cross-attention have a segment no key carries, and get zeros.
+are spans; text-only rows of a cross-attention have a segment no key carries, and get zeros. Of a `common` plan every
+segment sees segment 0 as its own: a picture of which several things are asked, none of them knowing of the others.
 
 B batch, Q queries, K keys
 """
@@ -31,6 +32,7 @@ class Plan:
     key_segments: Tensor | None = None  # (B, K)
     spans: Tensor | None = None  # (B, Q), 0 outside every span
     key_spans: Tensor | None = None  # (B, K)
+    common: bool = False  # keys of segment 0 are of every segment
     index: Tensor | None = None  # (B, Q): the slot of each query among the keys, where that is not its own place
     lengths: tuple[int, ...] | None = None  # of the segments, where they lie one behind the other
     key_lengths: tuple[int, ...] | None = None
@@ -96,6 +98,7 @@ class Plan:
             key_segments=segments if self.key_segments is self.segments else move(self.key_segments),
             spans=spans,
             key_spans=spans if self.key_spans is self.spans else move(self.key_spans),
+            common=self.common,
             index=move(self.index),
             lengths=self.lengths,
             key_lengths=self.key_lengths,
@@ -113,7 +116,7 @@ class Plan:
         if self.spans is not None:
             ok = ok | ((qp == kp) & (qp > 0))
         if self.segments is not None:
-            ok = ok & (qs == ks)
+            ok = ok & ((qs == ks) | (ks == 0) if self.common else qs == ks)
         return ok
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:

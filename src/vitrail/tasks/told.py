@@ -33,6 +33,7 @@ class Told(NamedTuple):
     ids: Tensor  # (B, L)
     targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
     inside: Tensor  # (B, L) which tokens are no padding
+    since: Tensor  # (B, L) the place where each token's turn begins
 
 
 @lru_cache(maxsize=16)
@@ -57,10 +58,12 @@ class Teller:
         told, L = self.talks[name].talk(index), self.length
         table = self.table(index.device, name)
         ids, _ = table.write(told.rows, L + 1, self.end, check=False)
-        learnt = told.learnt.gather(1, table.piece(told.rows, L + 1))
-        inside = torch.arange(L + 1, device=ids.device) < table.length[told.rows].sum(1, keepdim=True)
+        piece, sizes = table.piece(told.rows, L + 1), table.length[told.rows]
+        learnt = told.learnt.gather(1, piece)
+        inside = torch.arange(L + 1, device=ids.device) < sizes.sum(1, keepdim=True)
         targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
-        return Told(told.pixels, ids[:, :-1], targets, inside[:, :-1])
+        since = (sizes.cumsum(1) - sizes).gather(1, told.since[piece])
+        return Told(told.pixels, ids[:, :-1], targets, inside[:, :-1], since[:, :-1])
 
     def table(self, device: torch.device, name: str) -> TokenTable:
         if (device, name) not in self._ready:

@@ -57,7 +57,10 @@ class UnifiedSettings(Config):
 
 
 class UnifiedTask:
-    """A loss is the mean over tokens that count, or codes, times the pictures they are of; of text over its tokens."""
+    """A loss is the mean over tokens that count, or codes, times the pictures they are of; of text over its tokens.
+
+    The questions about a picture know nothing of each other, each as if it alone were asked: else most answers could be
+    had from what was said before, and next to nothing from the picture."""
 
     def __init__(
         self,
@@ -121,9 +124,9 @@ class UnifiedTask:
         return self._said(self.model(self.model.words(ids[:, :-1])), ids[:, 1:], "sum")
 
     def _read(self, name: str, batch: Batch) -> Tensor:
-        pixels, ids, targets = (batch[f"{name}:{part}"] for part in ("pixels", "ids", "targets"))
+        pixels, ids, targets, since = (batch[f"{name}:{part}"] for part in ("pixels", "ids", "targets", "since"))
         seen, _ = self.model.look(pixels)
-        hidden = self.model(self.model.shown(seen), self.model.words(ids))[:, -ids.shape[1] :]
+        hidden = self.model(self.model.shown(seen), self.model.words(ids, since=since))[:, -ids.shape[1] :]
         return self._said(hidden, targets, "mean") * len(ids)
 
     def _draw(self, name: str, batch: Batch) -> Tensor:
@@ -159,9 +162,15 @@ class UnifiedTask:
         return found
 
     def _talk(self, name: str, index: Tensor) -> Batch:
-        """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
+        """pixels (B, C, S, S), ids (B, L), what each token should be followed by (B, L), where it is learnt, and where
+        its turn begins (B, L)"""
         told = self.teller.tell(name, index)
-        return {"pixels": self._viewed(name, told.pixels), "ids": told.ids, "targets": told.targets}
+        return {
+            "pixels": self._viewed(name, told.pixels),
+            "ids": told.ids,
+            "targets": told.targets,
+            "since": told.since,
+        }
 
     def _wish(self, name: str, index: Tensor) -> Batch:
         """pixels (B, C, S, S), ids (B, L) of prompts and how many of them are there (B,): none where it is dropped; and

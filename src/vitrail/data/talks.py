@@ -32,7 +32,7 @@ class Talk(NamedTuple):
     pixels: Tensor  # uint8 (B, 3 or 4, H, W)
     rows: Tensor  # (B, P) pieces
     learnt: Tensor  # (B, P) which are to be learnt: answers, and their ends
-    since: Tensor  # (P,) the piece that each one's turn begins with
+    since: Tensor  # (B, P) the piece that each one's turn begins with
 
 
 class Wish(NamedTuple):
@@ -98,7 +98,7 @@ class SceneTalks:
         rows, learnt = (torch.cat([x.view(len(index), -1) for x in column], 1) for column in zip(*parts, strict=True))
         wide, place = parts[0][0].shape[1], torch.arange(rows.shape[1], device=index.device)
         since = (place // wide).clamp(max=self.questions - (self.last is None)) * wide
-        return Talk(drawn.pixels, rows, learnt, since)
+        return Talk(drawn.pixels, rows, learnt, since.expand_as(rows))
 
     def _wish(self, index: Tensor) -> Wish:
         drawn, words, seed = self.source.draw(index), self._on(index.device), self.source.config.seed
@@ -138,7 +138,7 @@ class NamedTalks:
         question = self._asked.to(index.device)[which]
         valid = torch.ones(len(index), dtype=torch.bool, device=index.device)
         rows, learnt = turns(question, self.source.texts(index, vary=False), valid, len(self.pieces))
-        return Talk(self.source.pixels(index), rows, learnt, torch.zeros_like(rows[0]))
+        return Talk(self.source.pixels(index), rows, learnt, torch.zeros_like(rows))
 
     def wish(self, index: Tensor) -> Wish:
         rows = self.source.texts(index)

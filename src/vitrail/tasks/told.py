@@ -62,7 +62,7 @@ class Teller:
         learnt = told.learnt.gather(1, piece)
         inside = torch.arange(L + 1, device=ids.device) < sizes.sum(1, keepdim=True)
         targets = torch.where(learnt & inside, ids, IGNORED)[:, 1:]
-        since = (sizes.cumsum(1) - sizes).gather(1, told.since[piece])
+        since = (sizes.cumsum(1) - sizes).gather(1, told.since.gather(1, piece))
         return Told(told.pixels, ids[:, :-1], targets, inside[:, :-1], since[:, :-1])
 
     def table(self, device: torch.device, name: str) -> TokenTable:

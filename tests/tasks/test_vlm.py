@@ -193,7 +193,7 @@ def test_every_variant_learns(name, atlas, words):
 def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
     """Against the model's own forward pass over streams that are built sample by sample, of texts and PIL pictures."""
     words, questions = both[bos], 1 if name == "vlm-fused" else 2
-    task = task_of(name, atlas, words, questions=questions, length=80)
+    task = task_of(name, atlas, words, questions=questions, length=80, turns="together")
     model, index = task.model.eval(), torch.arange(3)
     _randomize(model)
     source, told = scenes_of(small(name), atlas), task.talks["scenes"]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vitrail.backbones.fusion import ExpertConfig, Looked, Marked, Pictures, picture_plan
 from vitrail.errors import ConfigError
@@ -79,15 +80,23 @@ class Rows:
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
-    def hidden(self, frame: Frame, pixels: Tensor, ids: Tensor, asked: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        frame: Frame,
+        pixels: Tensor,
+        ids: Tensor,
+        asked: Tensor | None = None,
+        since: Tensor | None = None,
+    ) -> Tensor:
         """pixels (B, C, S, S), ids (B, L) → what the head reads behind each of the words (B, L, W). `asked` (B, T) are
-        the questions that queries are fused with, −1 where there is none."""
+        the questions that queries are fused with, −1 where there is none. Words in turns that know nothing of each
+        other, each right behind the picture, have it said `since` which of them (B, L) their own turn goes."""
         model, B = self.model, len(ids)
         if isinstance(model, LookingVLM):
             x = model.decoder.embed(torch.cat([frame.before.expand(B, -1), ids], 1))
             # A copy: a plan keeps the masks it makes, and those made inside a recorded pass do not last.
             sees = None if frame.sees is None else frame.sees.to(ids.device)
-            return self._through(frame, x, Looked(_features(model, pixels), sees))
+            return self._through(frame, x, Looked(_features(model, pixels), sees), since)
         soft = model.connector(model.features(pixels), self._laid)  # (B, M, W)
         if model.queries is not None:
             soft = model.queries(soft, None, [asked] if asked is not None else 1)
@@ -95,7 +104,7 @@ class Rows:
         lead, words = model.decoder.embed(frame.before[:n].expand(B, -1)), model.decoder.embed(ids)
         x = torch.cat([lead, soft.to(words.dtype), words], 1)
         fused = isinstance(model.config.decoder.fusion, ExpertConfig)
-        return self._through(frame, x, Marked(frame.shown.expand(B, -1)) if fused else None)
+        return self._through(frame, x, Marked(frame.shown.expand(B, -1)) if fused else None, since)
 
     def text(self, ids: Tensor) -> Tensor:
         """ids (B, L) without a picture → (B, L, W)"""
@@ -103,9 +112,18 @@ class Rows:
         beside = model.nothing(*ids.shape) if isinstance(model, LookingVLM) else None
         return model.decoder.hidden(ids, pictures=beside)
 
-    def _through(self, frame: Frame, x: Tensor, beside: Pictures | None) -> Tensor:
+    def _through(self, frame: Frame, x: Tensor, beside: Pictures | None, since: Tensor | None) -> Tensor:
         plan = Plan(causal=True, spans=frame.spans, key_spans=frame.spans)
         positions = frame.positions.expand(len(x), *frame.positions.shape[1:])
+        if since is not None:
+            before = (self.before, 0)
+            segments = pad(since + 1, before)  # (B, n + L), 0 of what all turns see
+            spans = None if frame.spans is None else frame.spans.expand(len(x), -1)
+            plan = Plan(
+                causal=True, segments=segments, key_segments=segments, spans=spans, key_spans=spans, common=True
+            )
+            back = pad(since, before)
+            positions = positions - (back if positions.ndim == 2 else back[..., None])
         return self.model.decoder.through(x, positions, plan, pictures=beside)[:, self.before :]
 
     def work(self, rows: int, asked: int | None = None) -> SeeingWork:
@@ -121,7 +139,8 @@ def policy_of(model: SeeingModel) -> Policy:
     policy = config.policy if isinstance(config, VLMConfig) else config.fitted
     if isinstance(policy, Canvas | Native):
         raise ConfigError(
-            f"{type(policy).__name__} gives pictures of unequal numbers of tokens", "use naive, letterbox or crop"
+            f"{type(policy).__name__} gives pictures of unequal numbers of tokens",
+            "use naive, letterbox or crop, and a tower that reads pictures of one size",
         )
     only_view(policy, 1, 1)
     return policy

@@ -36,6 +36,9 @@ class VLMSettings(Config):
     """
     weights          of answers and of text; 1 unless given
     questions, kinds how many questions are asked of a scene, of which kinds (LLaVA's first stage: one, a caption)
+    turns            questions about a picture are "apart", each as if it alone were asked; else most answers can be had
+                     from what was said before, and little is learnt of the picture. Or "together", as LLaVA learns
+                     them: one conversation, for a model that shall be asked on
     length           tokens of a talk at most; what is longer is cut
     z                weight of logsumexp² of all logits, which keeps them from drifting; in training alone
     """
@@ -43,6 +46,7 @@ class VLMSettings(Config):
     weights: dict[str, float] = {}
     questions: int = 6
     kinds: tuple[str, ...] = QUESTIONS
+    turns: Literal["apart", "together"] = "apart"
     length: int = 160
     z: float = 0.0
 
@@ -62,10 +66,12 @@ class Made(NamedTuple):
     ids: Tensor  # (B, L)
     targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
     asked: Tensor | None  # (B, T) the question, −1 behind it, where queries are fused with it
+    since: Tensor | None  # (B, L) the place where each token's turn begins, where turns are apart
 
 
 class VLMTask:
-    """A row is a bos, where the tokenizer has one, a picture, and a talk: question, end, answer, end, and so on. The
+    """A row is a bos, where the tokenizer has one, a picture, and a talk: question, end, answer, end, and so on. Turns
+    that are apart see what comes before the talk and themselves, and count their positions from the picture on. The
     loss is the mean over tokens of answers and their ends, times the pictures; of text it is the sum over its tokens.
     So micro-batches and ranks weigh by their pictures, not by their tokens: a token counts for less where more are.
 
@@ -84,7 +90,9 @@ class VLMTask:
         self.model, self.settings, self.end = model, settings, words.eos
         self.fused = not isinstance(model, LookingVLM) and model.queries is not None
         shown = {name: source for name, source in sources.items() if not isinstance(source, TextWindows)}
-        if self.fused and settings.questions != 1 and any(isinstance(s, SceneSource) for s in shown.values()):
+        several = settings.questions != 1 and any(isinstance(source, SceneSource) for source in shown.values())
+        self.apart = several and settings.turns == "apart"  # one turn needs no mask
+        if self.fused and several:
             raise ConfigError(
                 f"queries that are fused with the question, and {settings.questions} questions a scene",
                 "set settings.questions = 1",
@@ -138,7 +146,7 @@ class VLMTask:
         losses = dict.fromkeys(self.weights, zero)
         made = self._made(batch)
         if made is not None:
-            hidden = self.rows.hidden(made.frame, made.pixels, made.ids, made.asked)
+            hidden = self.rows.hidden(made.frame, made.pixels, made.ids, made.asked, made.since)
             blank = BLANK + "answers" in batch
             losses["answers"] = self._said(hidden, made.targets, "mean") * (len(made.ids) - blank)
         text, blank = batch.get(TEXT), batch.get(BLANK + "text")
@@ -173,31 +181,32 @@ class VLMTask:
             parts.append(self._blank(batch[BLANK + "answers"].device))
         if not parts:
             return None
-        pixels, ids, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+        pixels, ids, targets, since = (torch.cat(column) for column in zip(*parts, strict=True))
         asked = None
         if self.fused:
             answer = (ids == self.end).long().cumsum(1) > 0
             asked = ids.masked_fill(answer, -1)[:, : self.longest]
-        return Made(self.rows.frame(ids.device), pixels, ids, targets, asked)
+        return Made(self.rows.frame(ids.device), pixels, ids, targets, asked, since if self.apart else None)
 
-    def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """pixels (B, C, S, S), ids (B, L), and what each token should be followed by (B, L), where it is learnt"""
+    def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """pixels (B, C, S, S), ids (B, L), what each token should be followed by (B, L), where it is learnt, and where
+        its turn begins (B, L)"""
         told = self.teller.tell(name, index)
         found = torch.stack([told.inside.sum() + len(index) * self.rows.before, (told.targets != IGNORED).sum()])
         self._talked = self._talked.to(found.device) + found
         self._pictures += len(index)
-        return self.viewed(told.pixels, name), told.ids, told.targets
+        return self.viewed(told.pixels, name), told.ids, told.targets, told.since
 
     def _question(self, name: str) -> int:
         """Tokens that no first question about a source's pictures exceeds."""
         told, table = self.talks[name], self.teller.table(torch.device("cpu"), name)
         return longest(told.words, table, told.kinds)[0] if isinstance(told, SceneTalks) else told.longest(table)[0]
 
-    def _blank(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _blank(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         C, S = len(self.model.config.mean), self.rows.side
         ids = torch.full((1, self.settings.length), self.end, device=device)
-        weight = self.model.decoder.embed.weight
-        return torch.zeros(1, C, S, S, device=device, dtype=weight.dtype), ids, torch.full_like(ids, IGNORED)
+        pixels = torch.zeros(1, C, S, S, device=device, dtype=self.model.decoder.embed.weight.dtype)
+        return pixels, ids, torch.full_like(ids, IGNORED), torch.zeros_like(ids)
 
     def viewed(self, pixels: Tensor, name: str) -> Tensor:
         """uint8 (B, 3 or 4, H, W) → (B, C, S, S), fitted, varied in training, and normalised as the tower reads it"""
@@ -221,7 +230,8 @@ class VLMTask:
         return found
 
     def flops(self, batch: Batch) -> int:
-        """Of a forward pass, the tower's included; the head's of what is learnt, as it was when `useful` was asked."""
+        """Of a forward pass, the tower's included; the head's of what is learnt, as it was when `useful` was asked.
+        Turns that are apart are counted as if they saw one another, which their mask does not spare."""
         return sum(found for _, found in self._legs(batch))
 
     def step_flops(self, batch: Batch) -> float:

@@ -12,6 +12,7 @@ from vitrail.generate import captured_world
 from vitrail.generate.captured_world import CapturedRollout
 from vitrail.generate.rollout import Rolling, Rollout
 from vitrail.generate.sampling import Sampling
+from vitrail.nn import SpaceTime
 
 
 class Again:
@@ -23,6 +24,11 @@ class Again:
         type(self).made += 1
         rehearse(), rehearse()
         self.replay = call
+
+
+def as_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(captured_world, "unfit", lambda model: None)
+    monkeypatch.setattr(SpaceTime, "one_frame", lambda self, cache: None)
 
 
 def same(device: str, **how) -> None:
@@ -45,7 +51,7 @@ def same(device: str, **how) -> None:
 
 def test_what_is_recorded_is_what_is_drawn(monkeypatch):
     monkeypatch.setattr(captured_world, "graph_of", Again)
-    monkeypatch.setattr(captured_world, "unfit", lambda model: None)
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(Again, "made", 0)
     same("cpu")
     assert Again.made == 2  # once for two rows, and once for one
@@ -63,7 +69,7 @@ def test_a_world_that_could_not_be_recorded_goes_on(monkeypatch):
                 raise RuntimeError("no capture")
 
     monkeypatch.setattr(captured_world, "graph_of", Broken)
-    monkeypatch.setattr(captured_world, "unfit", lambda model: None)
+    as_on_a_gpu(monkeypatch)
     model = worlds.genie(layers=2, latent=False)
     randomize(model)
     plain, ours = Rollout(model, Rolling(steps=2)), CapturedRollout(model, Rolling(steps=2))

@@ -12,6 +12,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.generate.rollout import Rolling, Rollout, draw_frame, roll
 from vitrail.generate.sampling import Dice, Sampling
 from vitrail.models.genie import Genie
+from vitrail.nn import SpaceTime
+from vitrail.nn.one_frame import OneFrame
 
 SEEDED = Sampling(seed=3)
 
@@ -131,13 +133,37 @@ def test_half_precision_goes_on_too():
     for t in range(6):
         frame = ours.step(action := torch.tensor([t % 2, 1]))
         ids.append(ours.ids), led.append(action)
-    assert frame.dtype == torch.uint8 and ours.past.k[0].dtype == torch.bfloat16
+    assert frame.dtype == torch.uint8 and isinstance(ours.past, OneFrame)
     hidden, new = torch.ones(2, 1, 2, 2, dtype=torch.bool), torch.zeros(2, 1, 2, 2).long()
     seen = torch.cat([torch.zeros(2, 7, 2, 2, dtype=torch.bool), hidden], 1)
     with torch.no_grad():
         cached = model.dynamics(new, torch.ones(2, 1).long(), hidden, ours.past)
         known = torch.stack([*ids, new[:, 0]], 1), torch.stack([*led, torch.ones(2).long()], 1)
         assert relative(cached.float(), model.dynamics(*known, seen)[:, -1:].float()) < 0.03
+
+
+def test_the_usual_way_draws_the_same(monkeypatch):
+    """Where blocks are none that can go in few operations: by a cache, and a ring once it is full."""
+    model, rolling = world(latent=False), Rolling(steps=2, sampling=SEEDED)
+    actions = torch.randint(0, 2, (2, 6))
+    ours = roll(model, frames(), actions, rolling)
+    monkeypatch.setattr(SpaceTime, "one_frame", lambda self, cache: None)
+    assert (ours.int() - roll(model, frames(), actions, rolling).int()).abs().max() <= 1  # rounding of bytes
+
+
+def test_a_frame_is_seen_before_it_is_taken_in():
+    """Whether and when one settles changes nothing, and settling twice is settling once."""
+    model, rolling = world(latent=False), Rolling(steps=2, sampling=SEEDED)
+    one, other = Rollout(model, rolling), Rollout(model, rolling)
+    one.start(frames()), other.start(frames())
+    for t, action in enumerate(torch.randint(0, 2, (6, 2))):
+        assert torch.equal(one.step(action), other.draw(action))
+        assert (one.past.seen, other.past.seen) == (t + 2, t + 1)
+        for _ in range(t % 3):
+            other.settle()
+    other.draw(action)
+    assert torch.equal(other.start(frames(seed=1)), one.start(frames(seed=1)))  # what was left over is forgotten
+    assert torch.equal(other.step(action), one.step(action))
 
 
 def test_another_start_forgets_the_last():

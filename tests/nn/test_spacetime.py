@@ -1,5 +1,6 @@
 """The ST-transformer: what sees what, any length, a cache that equals none, and what it costs."""
 
+import copy
 import sys
 
 import pytest
@@ -27,8 +28,8 @@ BLOCK = BlockConfig(width=12, attention=AttentionConfig(heads=2, qk_norm="rms"),
 GRID = (2, 3)
 
 
-def net(layers=2, memory=4, prefix=0) -> SpaceTime:
-    made = SpaceTime(SpaceTimeConfig(layers=layers, block=BLOCK, memory=memory), GRID, prefix)
+def net(layers=2, memory=4, prefix=0, block=BLOCK) -> SpaceTime:
+    made = SpaceTime(SpaceTimeConfig(layers=layers, block=block, memory=memory), GRID, prefix)
     randomize(made)
     return made.eval()
 
@@ -120,6 +121,67 @@ def test_a_ring_goes_on_where_a_cache_is_full(memory):
         FrameRing(ours.cache())
     other = net(memory=memory).cache()
     assert not ring.fits(other)
+
+
+@pytest.mark.parametrize("memory", [2, 4, 20])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_one_frame_after_the_other_in_few_operations(memory, kv_heads, norm):
+    """From a cache that is full or not, far beyond the memory, in several passes a frame."""
+    block = BLOCK.with_(norm=norm, attention=BLOCK.attention.with_(kv_heads=kv_heads))
+    ours, x = net(memory=memory, prefix=1, block=block), torch.randn(2, 14, 7, 12)
+    with torch.no_grad():
+        whole = ours(x, GRID)
+        for begun in (1, 6):
+            cache = ours.cache()
+            ours(x[:, :begun], GRID, cache)
+            cache.keep()
+            lean = ours.one_frame(cache)
+            for t in range(begun, 14):
+                ours(torch.randn(2, 1, 7, 12), GRID, lean)  # a draft
+                assert relative(ours(x[:, t : t + 1], GRID, lean), whole[:, t : t + 1]) < 1e-5
+                lean.keep()
+    assert lean.seen == 14 and lean.held == min(14, memory - 1)
+    with pytest.raises(ConfigError, match="2 frames at once"):
+        ours(x[:, :2], GRID, lean)
+
+
+def test_one_frame_in_half_precision_is_no_further_from_the_truth():
+    ours, x = net(layers=4, memory=4), torch.randn(2, 12, 6, 12)
+    half = copy.deepcopy(ours).bfloat16()
+    ours.load_state_dict(half.state_dict())
+    with torch.no_grad():
+        whole, cache = ours(x.bfloat16().float(), GRID), half.cache()
+        half(x[:, :3].bfloat16(), GRID, cache)
+        cache.keep()
+        found = {}
+        for name, kept in (("usual", FrameRing(cache)), ("lean", half.one_frame(cache))):
+            made = []
+            for one in x[:, 3:].bfloat16().split(1, 1):
+                made.append(half(one, GRID, kept))
+                kept.keep()
+            assert made[0].dtype == torch.bfloat16
+            found[name] = relative(torch.cat(made, 1).float(), whole[:, 3:])
+    assert found["lean"] < 1.1 * found["usual"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        BLOCK.with_(layer_scale=0.1),
+        BLOCK.with_(gated=True),
+        BLOCK.with_(norm_at="after"),
+        BLOCK.with_(attention=AttentionConfig(heads=2)),
+        BLOCK.with_(attention=AttentionConfig(heads=2, qk_norm="rms", qk_norm_over="heads")),
+        BLOCK.with_(attention=AttentionConfig(heads=2, qk_norm="rms", inner_norm="rms")),
+    ],
+)
+def test_other_blocks_go_the_usual_way(block):
+    ours = net(block=block)
+    cache = ours.cache()
+    ours(torch.randn(1, 3, 6, 12), GRID, cache)
+    cache.keep()
+    assert ours.one_frame(cache) is None and net().one_frame(net().cache()) is None  # nor does an empty one
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -73,10 +73,11 @@ class CapturedRollout(Rollout):
         frame = torch.empty(len(led), C, H, W, dtype=torch.uint8, device=led.device)
         ids, memory = self.ids[:, None].clone(), (self.past, self.shown)
         seen = [torch.as_tensor(one.seen).clone() for one in memory]
-        plain, before = super()._next, (self.codes, self._ids)
+        plain, before = super()._next, (self.codes, self._ids, self._led)
 
         def draw() -> None:
             frame.copy_(plain(led, chance))
+            self.settle()
             ids.copy_(self.ids[:, None])
 
         def go_back() -> None:
@@ -93,7 +94,7 @@ class CapturedRollout(Rollout):
             with _compiled(blocks):
                 graph = graph_of(draw, rehearse)
         finally:  # a world that could not be recorded goes on from where it was
-            self.codes, self._ids = before
+            self.codes, self._ids, self._led = before
             go_back()
         return Recorded(graph, reads, (frame, ids), memory, Pinned(self.model))
 

@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.generate.masked import gumbel, hide_least, still_hidden
 from vitrail.generate.sampling import Dice, Sampling, choose, shape
 from vitrail.models.genie import Genie
-from vitrail.nn import FrameRing, Frames
+from vitrail.nn import FrameCache, FrameRing, Frames, SpaceTime
 
 Say = Callable[[Tensor, Tensor], Tensor]
 """ids (B, 1, h, w) of a frame as far as it is drawn, and where it is not → logits (B, 1, h, w, K)"""
@@ -52,6 +52,7 @@ class Rollout:
     def __init__(self, model: Genie, rolling: Rolling | None = None):
         self.model, self.rolling = model.eval(), rolling or Rolling()
         self._ids: Tensor | None = None
+        self._led: Tensor | None = None  # what led to frames that the dynamics have yet to take in
         self._rings: dict[str, FrameRing] = {}
 
     @property
@@ -81,16 +82,25 @@ class Rollout:
         self.past, self.shown = model.dynamics.transformer.cache(), model.codec.decoder.cache()
         (K,) = model.codec.sizes
         self.codes = model.codec.lookup(torch.arange(K, device=video.device))  # (K, d)
-        return self._take(model.look(video), model.dynamics.led(actions.to(video.device)))
+        shown = self._show(model.look(video), model.dynamics.led(actions.to(video.device)))
+        self.settle()
+        return shown
 
-    @torch.no_grad()
     def step(self, actions: Tensor) -> Tensor:
         """An action a row (B,) → the next frame, uint8 (B, C, H, W)"""
+        frame = self.draw(actions)
+        self.settle()
+        return frame
+
+    @torch.no_grad()
+    def draw(self, actions: Tensor) -> Tensor:
+        """What `step` gives, as soon as it can be seen: `settle` does the rest, at the latest before the next."""
         if self._ids is None:
             raise ConfigError("a world that has not begun cannot go on", "call start first")
         if actions.shape != (len(self._ids),):
             raise DataError(f"actions {tuple(actions.shape)} for {len(self._ids)} worlds", "give one each")
         self.model.check_actions(actions)
+        self.settle()
         chance = self.chance.roll(self.rolling.steps, 2, self._ids[0, 0].numel())
         return self._next(actions.to(self._ids.device)[:, None], chance.to(self._ids.device))
 
@@ -106,22 +116,37 @@ class Rollout:
         def say(ids: Tensor, hidden: Tensor) -> Tensor:
             return self.model.dynamics(ids, led, hidden, self.past)
 
-        return self._take(draw_frame(say, self.ids[:, None], self.rolling, chance), led)
+        return self._show(draw_frame(say, self.ids[:, None], self.rolling, chance), led)
 
-    def _take(self, ids: Tensor, led: Tensor) -> Tensor:
-        """Frames that are now past: ids (B, T, h, w)"""
-        model = self.model
-        model.dynamics.hidden_states(ids, led, cache=self.past)
-        drawn = model.codec.decode(F.embedding(ids, self.codes), self.shown)
-        self.past.keep()
+    def _show(self, ids: Tensor, led: Tensor) -> Tensor:
+        """Frames that are now past, ids (B, T, h, w) → the last of them, uint8 (B, C, H, W)"""
+        codec = self.model.codec
+        drawn = codec.decode(F.embedding(ids, self.codes), self.shown)
         self.shown.keep()
-        self.past, self.shown = self._ring("past", self.past), self._ring("shown", self.shown)
-        self._ids = ids
-        return model.codec.bytes(drawn[:, -1])
+        self.shown = self._ring("shown", codec.decoder, self.shown)
+        self._ids, self._led = ids, led
+        return codec.bytes(drawn[:, -1])
 
-    def _ring(self, name: str, cache: Frames) -> Frames:
-        """A full cache is a ring from then on, in which nothing is moved: the one of an earlier start where it fits."""
-        if isinstance(cache, FrameRing) or not cache.full:
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the last frames into the memory of the dynamics, if they are not there yet: nobody who looks at them has
+        to wait for it."""
+        if self._ids is None or self._led is None:
+            return
+        dynamics = self.model.dynamics
+        dynamics.hidden_states(self._ids, self._led, cache=self.past)
+        self.past.keep()
+        self.past = self._ring("past", dynamics.transformer, self.past)
+        self._led = None
+
+    def _ring(self, name: str, net: SpaceTime, cache: Frames) -> Frames:
+        """What is kept without being moved: on a CPU at once; elsewhere a full cache is a ring from then on, the one of
+        an earlier start where it fits."""
+        if not isinstance(cache, FrameCache):
+            return cache
+        if (lean := net.one_frame(cache)) is not None:
+            return lean
+        if not cache.full:
             return cache
         if name in self._rings and self._rings[name].fits(cache):
             self._rings[name].fill(cache)

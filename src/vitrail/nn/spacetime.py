@@ -17,6 +17,7 @@ from vitrail.nn.block import Block, BlockConfig
 from vitrail.nn.cache import Kept
 from vitrail.nn.cost import Work
 from vitrail.nn.norms import make_norm
+from vitrail.nn.one_frame import OneFrame, unfit
 from vitrail.nn.plan import Plan
 from vitrail.nn.positions import LearnedPositions
 from vitrail.nn.rotary import Rotary, RotaryConfig
@@ -162,7 +163,7 @@ class RingLayer(NamedTuple):
         return self.k.index_copy_(1, slot, k), self.v.index_copy_(1, slot, v)
 
 
-Frames = FrameCache | FrameRing
+Frames = FrameCache | FrameRing | OneFrame
 
 
 class SpaceTimeBlock(nn.Module):
@@ -192,10 +193,12 @@ class SpaceTime(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int], cache: Frames | None = None) -> Tensor:
         """Frames behind those of the cache, which keeps them when it is told to."""
+        x = x + self.positions(*grid)
+        if isinstance(cache, OneFrame):
+            return self.norm(cache(x))
         T, start = x.shape[1], 0 if cache is None else cache.seen
         if cache is not None:
             cache.begin(T)
-        x = x + self.positions(*grid)
         plan = _plan(T, 0 if cache is None else cache.held, self.config.memory, x.device)
         rotation = self.rotary(start + torch.arange(T, device=x.device)[None])
         for i, block in enumerate(self.blocks):
@@ -204,6 +207,12 @@ class SpaceTime(nn.Module):
 
     def cache(self) -> FrameCache:
         return FrameCache(self.config.layers, self.config.memory)
+
+    def one_frame(self, cache: FrameCache) -> OneFrame | None:
+        """What goes on from a cache in few operations, one frame at a time, where these blocks can."""
+        if not cache.held or unfit(self.config.block, self.positions.table.device):
+            return None
+        return OneFrame(self.blocks, self.rotary, cache.memory, cache.past, cache.seen)
 
     def work(
         self, frames: int, batch: int = 1, grid: tuple[int, int] | None = None, past: int | None = None

@@ -4,6 +4,7 @@ H, W pixels
 """
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -77,7 +78,7 @@ class Arcade:
         if playground is not None:
             playground.rollout(**self.how)  # what cannot be is said before anyone comes
         self.players: set[Game] = set()
-        self._thinker = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._thinker = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=_alone)
 
     def enter(self) -> "Game":
         if len(self.players) >= self.room:
@@ -108,6 +109,11 @@ class Arcade:
     async def think(self, call: Callable[..., Made], *given: Any) -> Made:
         """In the one thread of the model."""
         return await asyncio.get_running_loop().run_in_executor(self._thinker, call, *given)
+
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """In the same thread, while the frame is on its way. Nobody waits for it; what fails here fails again where it
+        is needed."""
+        self._thinker.submit(call)
 
     def close(self) -> None:
         self._thinker.shutdown(cancel_futures=True)
@@ -232,11 +238,12 @@ class Game:
             await asyncio.to_thread(self.real.step, action.control)
         if self.rollout is not None and action.code is not None:
             self.imagined = await self.arcade.think(self._step, action.code)
+            self.arcade.afterwards(self.rollout.settle)
         self.steps, self.begun = self.steps + 1, True
 
     def _step(self, code: int) -> np.ndarray:
         assert self.rollout is not None
-        return _shown(self.rollout.step(torch.tensor([code])))
+        return _shown(self.rollout.draw(torch.tensor([code])))
 
     def _show(self, ms: float) -> bytes:
         seen: list[tuple[View, np.ndarray]] = []
@@ -255,6 +262,13 @@ class Game:
         self.rollout = self.imagined = None
         if self.real is not None:
             self.real.leave()
+
+
+def _alone() -> None:
+    """One thread, unless told otherwise: the products of a frame are so small that a second one takes more from the
+    browser than it gives."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def _shown(frames: Tensor) -> np.ndarray:

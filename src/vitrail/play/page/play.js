@@ -19,7 +19,7 @@ let waiting = false; // for an answer
 let next = null; // what is asked as soon as it has come
 let paused = false;
 let over = false; // nothing moves any more
-let sent = 0; // when the last action went out
+let sent = 0; // when the last action was due
 let timer = 0;
 let times = []; // when the frames of the last seconds came
 let told = 0; // when the last error was shown
@@ -124,14 +124,15 @@ function seen(frame) {
 function pump() {
   clearTimeout(timer);
   if (!hello || !begun || waiting || paused || over || document.hidden) return;
-  const early = sent + 1000 / Number($("rate").value) - performance.now();
+  const now = performance.now(), each = 1000 / Number($("rate").value);
+  const early = sent + each - now;
   if (early > 1) {
     timer = setTimeout(pump, early);
     return;
   }
   const action = keys.take() ?? hello.idle;
   if (action === null) return;
-  sent = performance.now();
+  sent = early < -each ? now : sent + each; // a timer that is late slows nothing, and a long wait is made up by nothing
   waiting = true;
   link.step(action);
 }

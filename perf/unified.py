@@ -1,7 +1,7 @@
 """A unified model at work: an answer, a drawing, there and back through the codec, against what the arithmetic takes.
 
     python perf/unified.py --out results.json                # on a CUDA device where there is one, else on the CPU
-    python perf/unified.py --out results.json --recipe untested/mini model.config.order=raster
+    python perf/unified.py --out results.json --recipe mini model.config.order=raster
 
 The model is a recipe's, with random weights. `floor` is the time that its matrix products would take at the rate of the
 products themselves, each as large as in the model, measured in the same run; `times` is how many floors a call takes.
@@ -104,7 +104,7 @@ def measured(model: Unified) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", default="untested/mini")
+    parser.add_argument("--recipe", default="mini")
     parser.add_argument("changes", nargs="*", help="of the recipe, as key=value")
     arguments = parser.parse_args()
     chosen = recipe.read(arguments.recipe, dict(change.split("=", 1) for change in arguments.changes))

@@ -43,7 +43,7 @@ def run(monkeypatch, *words) -> int:
 def test_shipped_and_loaded_by_name(trained, weights, monkeypatch, capsys):
     assert not run(monkeypatch, "ship", trained, "-o", weights / MINI)
     size, *said = capsys.readouterr().out.splitlines()
-    whole, ours = vitrail.load(trained, device="cpu"), vitrail.load("mini", device="cpu")
+    whole, ours = (Studio.load(name, device="cpu", dtype=torch.float32) for name in (trained, "mini"))
     stored = load_file(weights / MINI / "model.safetensors")
     assert any(tensor.dtype == torch.int8 for tensor in stored.values())
     for name, weight in ours.model.state_dict().items():
@@ -61,7 +61,8 @@ def test_shipped_and_loaded_by_name(trained, weights, monkeypatch, capsys):
     assert f"{bytes_ / 1e6:.1f} MB" in size
     # The default of the commands is this one.
     assert not run(monkeypatch, "ask", scenes[0].file, TEXTS[0], "--device", "cpu")
-    assert capsys.readouterr().out.splitlines() == ours.ask(scenes[0].file, TEXTS[0]).splitlines()
+    usual = vitrail.load("mini", device="cpu")
+    assert capsys.readouterr().out.splitlines() == usual.ask(scenes[0].file, TEXTS[0]).splitlines()
     # What was packed once packs to itself, and not over another.
     assert not run(monkeypatch, "ship", weights / MINI, "-o", weights / "again")
     again = load_file(weights / "again" / "model.safetensors")
@@ -76,7 +77,7 @@ def test_shipped_and_loaded_by_name(trained, weights, monkeypatch, capsys):
 
 
 def test_change_is_what_it_says(trained):
-    whole, other = (Studio.load(trained, device="cpu") for _ in range(2))
+    whole, other = (Studio.load(trained, device="cpu", dtype=torch.float32) for _ in range(2))
     pictures, texts = [scene.file for scene in examples()], TEXTS
     assert change(whole, other, pictures, texts) == (0, 0, 0)
     with torch.no_grad():

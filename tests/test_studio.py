@@ -28,7 +28,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def studio(folder) -> Studio:
-    return vitrail.load(folder / "model", device="cpu")
+    return Studio.load(folder / "model", device="cpu", dtype=torch.float32)
 
 
 def same(a: Image.Image, b: Image.Image) -> bool:
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(studio, folder, tmp_path):
             Studio.load(folder / "model", device="cuda")
     with pytest.raises(ConfigError, match="end token"):
         Studio(studio.model, Tokenizer.train(TEXTS, 300, specials=("<x>",), eos=None))
-    assert Studio.load(folder / "model", device=torch.device("cpu")).model.code.weight.dtype == torch.float32
+    assert Studio.load(folder / "model", device=torch.device("cpu")).model.codec.device.type == "cpu"
     (tmp_path / "broken.png").write_bytes(b"no picture")
     with pytest.raises(ImageError, match=r"broken\.png"):
         studio.caption(tmp_path / "broken.png")
@@ -122,7 +122,9 @@ def test_what_cannot_be_is_refused(studio, folder, tmp_path):
         Studio.load(tmp_path / "codec")
 
 
-def test_from_the_command_line(folder, tmp_path, capsys, studio, monkeypatch):
+def test_from_the_command_line(folder, tmp_path, capsys, monkeypatch):
+    studio = vitrail.load(folder / "model", device="cpu")
+
     def run(*words) -> int:
         monkeypatch.setattr("sys.argv", ["vitrail", *map(str, words)])
         try:
@@ -160,3 +162,10 @@ def test_from_the_command_line(folder, tmp_path, capsys, studio, monkeypatch):
     assert "one at a time" in capsys.readouterr().err
     assert run("ask", folder / "a.png", *model)
     assert "no question" in capsys.readouterr().err
+
+
+def test_a_type_that_is_named_is_kept(folder):
+    assert Studio.load(folder / "model", device="cpu", dtype=torch.float32).model.code.weight.dtype == torch.float32
+    half = Studio.load(folder / "model", device="cpu", dtype=torch.bfloat16)
+    assert half.model.code.weight.dtype == torch.bfloat16
+    assert half.draw("a dog", seed=1, steps=3).size == (12, 12) and isinstance(half.caption(folder / "a.png"), str)

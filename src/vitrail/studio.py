@@ -34,7 +34,7 @@ MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language mod
 TRAIN_VLM = (
     "vitrail train untested/qlip-scenes --out out/qlip-scenes && vitrail train untested/mini-vlm --out out/mini-vlm"
 )
-TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train untested/mini --out out/mini"
+TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train mini --out out/mini"
 
 
 def load(
@@ -66,12 +66,19 @@ class Studio:
         self.model, self.words, self.end = model.eval(), words, words.eos
 
     @classmethod
-    def load(cls, name_or_path: str | Path = MINI, *, device: str | torch.device | None = None) -> "Studio":
-        """On a GPU, if there is one, in half precision."""
+    def load(
+        cls,
+        name_or_path: str | Path = MINI,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "Studio":
+        """On a GPU, if there is one; in half precision there, and on CPUs that multiply it. What is drawn from a seed
+        is one picture in one type, and may be another in another: name the `dtype` where that matters."""
         if name_or_path == MINI:
             name_or_path = _shipped(MINI, TRAIN)
-        where, dtype = usable(device)
-        model = hub.load(name_or_path, dtype=dtype, device=where)
+        where, usual = usable(device, half=True)
+        model = hub.load(name_or_path, dtype=dtype or usual, device=where)
         if not isinstance(model, Unified):
             raise ConfigError(
                 f"{name_or_path} is a {type(model).__name__}; only a unified model reads and draws, VLMs can be asked",

@@ -25,6 +25,7 @@ def unified(rotary=MROPE, order="raster") -> Unified:
     model = Unified(config.with_(decoder=config.decoder.with_(vocab=300))).eval()
     with torch.no_grad():
         model.decoder.head.weight.normal_(std=0.3)
+        model.place.table.normal_(std=0.5)
     return model
 
 

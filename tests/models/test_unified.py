@@ -35,6 +35,7 @@ def made(order="raster", groups=2, rotary=MROPE, quantizer=None, side=12, **more
     with torch.no_grad():
         for p in model.head.parameters():
             p.normal_(std=0.2)
+        model.place.table.normal_(std=0.5)
     return model
 
 
@@ -170,6 +171,16 @@ def test_what_is_looked_at_is_the_codec_s():
         assert torch.equal(seen, found.codes if sees_ == "codes" else model.codec.features(pixels))
         torch.testing.assert_close(model.pixels(ids), model.codec.reconstruct(pixels))
         assert model.shown(seen).x.shape == (2, 10, 32)
+
+
+def test_a_token_knows_its_own_place():
+    """Of a picture that is one colour all over, tokens differ by their place alone, which rotation does not tell."""
+    model = made()
+    ids = torch.full((1, 3, 3), 5)
+    shown = model.drawn(ids).x[0, 1:]
+    torch.testing.assert_close(shown - shown[:1], model.place.table - model.place.table[:1])
+    torch.testing.assert_close(model.token(ids.flatten(), torch.arange(9), (3, 3)), shown)
+    assert not Unified(model.config).place.table.any()  # a fresh one learns them from nothing
 
 
 @pytest.mark.parametrize("quantizer", [Continuous.Config(dim=2), ResidualVQ.Config(codes=8, dim=2, layers=2)])

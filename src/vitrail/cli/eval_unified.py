@@ -102,7 +102,7 @@ def drawing(
     concepts: int | None = None,
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
     guidance: float = 3.0,
-    steps: int = 12,
+    steps: int = 24,
     temperature: float = 1.0,
     seed: int = 0,
     atlas: str = "emoji",

@@ -46,7 +46,7 @@ def draw(
     count: int = 1,
     negative: str | None = None,
     guidance: float = 3.0,
-    steps: int = 12,
+    steps: int = 24,
     temperature: float = 1.0,
     top_p: float | None = None,
     seed: int | None = None,
@@ -134,6 +134,8 @@ def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")], base: st
     """
     if any(out.glob("*.safetensors")):
         raise ConfigError(f"{out} holds a model already", "remove it first, or give another folder")
+    import torch
+
     from vitrail import hub
     from vitrail.data.examples import examples
     from vitrail.hub.configs import resolve
@@ -142,7 +144,7 @@ def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")], base: st
     talker = talks(model)
     if base is not None and not talker:
         raise ConfigError(f"{model} is no vision-language model and stands on no other", "leave --base out")
-    whole: Any = load(model, device="cpu") if talker else Studio.load(model, device="cpu")
+    whole: Any = load(model, device="cpu") if talker else Studio.load(model, device="cpu", dtype=torch.float32)
     try:
         hub.save(whole.model, out, whole.words, small=True, base=base)
     except OSError as error:
@@ -156,7 +158,7 @@ def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")], base: st
         print(f"logits of words   differ by at most {found:.3f} of their spread")
         return
     texts = [f"{scene.questions[0]['question']} {scene.questions[0]['answer']}" for scene in scenes]
-    found = change(whole, Studio.load(out, device="cpu"), [scene.file for scene in scenes], texts)
+    found = change(whole, Studio.load(out, device="cpu", dtype=torch.float32), [scene.file for scene in scenes], texts)
     print(f"{out}: {_megabytes(out):.1f} MB, from {_megabytes(resolve(model)):.1f}")
     print(f"logits of words   differ by at most {found.words:.3f} of their spread")
     print(f"logits of codes   differ by at most {found.codes:.3f} of their spread")

@@ -7,6 +7,7 @@ one is like (Leviathan et al. 2023, Chen et al. 2023).
 B rows, n tokens of the longest prompt, N codes, G groups of an id, V vocabulary of a group
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -44,8 +45,8 @@ class _Side:
         """`count` tokens of the picture from the `first` (B,) on, of ids (B, N), where token 0 is the mark → states
         (rows, count, W), each of which says the code that follows"""
         at = first[:, None] + torch.arange(count, device=ids.device)  # (B, count)
-        codes = self.model.codec.quantizer.lookup(ids.gather(1, (at - 1).clamp(min=0)))
-        x = self.model.code(codes.to(self.model.code.weight.dtype))
+        place, last = (at - 1).clamp(min=0), math.prod(self.model.grid) - 1
+        x = self.model.token(ids.gather(1, place), place.clamp(max=last), self.model.grid)
         x = torch.where((at == 0)[..., None], self.model.marks.weight[DRAW], x)
         at = at.clamp(max=self.places.shape[1] - 1)  # what lies past the end is dropped
         if self.twice:

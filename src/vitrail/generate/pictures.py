@@ -33,7 +33,7 @@ class Drawing(Config):
 
     sampling: Sampling = Sampling()
     guidance: float = 3.0
-    steps: int = 12
+    steps: int = 24
     wander: float = 4.5
 
     def __post_init__(self) -> None:
@@ -154,8 +154,8 @@ def _one_by_one(
         state = decoder.hidden(embeds=x, positions=laid.positions[:, n + i : n + i + 1], cache=cache)  # (B, 1, W)
         found, _ = _codes(model, state, drawing, chance)
         flat[:, i] = torch.where(fixed[:, i], flat[:, i], found[:, 0])
-        codes = model.codec.quantizer.lookup(flat[:, i : i + 1])
-        x = model.code((torch.cat([codes, codes]) if twice else codes).to(model.code.weight.dtype))
+        x = model.token(flat[:, i : i + 1], torch.tensor([i], device=ids.device), (h, w))
+        x = torch.cat([x, x]) if twice else x
         progress(i + 1, h * w)
     return flat.view(B, h, w)
 

@@ -1,7 +1,8 @@
 """One decoder that reads and draws: words, and the codes of pictures, in one sequence (UM³).
 
 A picture enters by its codes, each projected as the vector it is, or by the features they were made of; it is drawn in
-codes, each in a few groups of digits, one given those before it.
+codes, each in a few groups of digits, one given those before it. What stands where is said twice: by rotation, which
+tells how far apart two tokens are, and by a learned row for every place, without which no token knows its own column.
 
 B batch, L tokens, n tokens of a piece, h × w codes of a picture, N = h·w, W width, d width of a code, G groups
 """
@@ -17,7 +18,7 @@ from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.config import Config
 from vitrail.errors import ConfigError, ImageError
-from vitrail.nn import Plan, Work, cost
+from vitrail.nn import LearnedPositions, Plan, Work, cost
 
 READ, DRAW, HIDDEN = range(3)  # what stands before a picture that is given, before one to be drawn, and for no code yet
 
@@ -98,7 +99,9 @@ class Unified(nn.Module):
         self.read, self.code = nn.Linear(seen, W), nn.Linear(quantizer.width, W)
         self.marks = nn.Embedding(3, W)
         self.head = GroupHead(W, quantizer.groups(config.groups))
+        self.place = LearnedPositions(self.grid, W)
         nn.init.normal_(self.marks.weight, std=0.02)
+        nn.init.zeros_(self.place.table)
 
     @property
     def borrowed(self) -> tuple[str, ...]:
@@ -159,10 +162,15 @@ class Unified(nn.Module):
             x = torch.where(hidden[..., None], self.marks.weight[HIDDEN], x)
         return self._picture(DRAW, x, both=self.config.order == "masked")
 
+    def token(self, ids: Tensor, at: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Codes (…) at places (…) of a picture to be drawn, counted row by row → (…, W)"""
+        codes = self.codec.quantizer.lookup(ids)
+        return self.code(codes.to(self.code.weight.dtype)) + self.place(*grid)[at]
+
     def _picture(self, mark: int, x: Tensor, *, both: bool) -> Piece:
         B, h, w, _ = x.shape
         first = self.marks.weight[mark].expand(B, 1, -1)
-        return Piece(torch.cat([first, x.flatten(1, 2)], 1), grid=(h, w), both=both)
+        return Piece(torch.cat([first, x.flatten(1, 2) + self.place(h, w)], 1), grid=(h, w), both=both)
 
     def lay(self, *pieces: Piece) -> Laid:
         """One behind the other. A picture's codes stand at their row and column, counted on from the words before it;

@@ -53,9 +53,7 @@ class Playground:
     @classmethod
     def load(cls, name_or_path: str | Path, *, device: str | torch.device | None = None) -> "Playground":
         """On a GPU, if there is one; in half precision there, and on CPUs that multiply it."""
-        where, dtype = usable(device)
-        if where.startswith("cpu") and _halves():
-            dtype = torch.bfloat16
+        where, dtype = usable(device, half=True)
         folder = configs.resolve(name_or_path)
         model = hub.load(folder, dtype=dtype, device=where)
         if not isinstance(model, Genie):
@@ -155,11 +153,6 @@ class Playground:
 def _pictures(frames: Tensor) -> list[Image.Image]:
     """uint8 (B, 3, H, W)"""
     return [Image.fromarray(one.permute(1, 2, 0).contiguous().numpy()) for one in frames.cpu()]
-
-
-def _halves() -> bool:
-    """Whether this CPU has instructions for products of bfloat16: frames come sooner then."""
-    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
 def _read_starts(file: Path, model: Genie) -> Tensor | None:

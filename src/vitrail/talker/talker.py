@@ -260,8 +260,9 @@ def _together(pictures: Sequence[Shown | Views]) -> Shown | Views | None:
     return type(pictures[0])(torch.cat(pixels), *(tuple(one for own in column for one in own) for column in rest))
 
 
-def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
-    """Where a model ready to hand goes, and its type there: a GPU, if there is one, in half precision."""
+def usable(device: str | torch.device | None, *, half: bool = False) -> tuple[str, torch.dtype]:
+    """Where a model ready to hand goes, and its type there: a GPU, if there is one, in half precision; if `half` will
+    do, in that on CPUs, too, which have instructions for products of bfloat16."""
     there = torch.cuda.is_available()
     try:
         where = torch.device(device or ("cuda" if there else "cpu"))
@@ -271,4 +272,5 @@ def usable(device: str | torch.device | None) -> tuple[str, torch.dtype]:
         raise ConfigError(f"no model can run on the device {str(device)!r}", "say cpu or cuda")
     if where.type == "cuda" and not there:
         raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
-    return str(where), torch.bfloat16 if where.type == "cuda" else torch.float32
+    half = half and where.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return str(where), torch.bfloat16 if half or where.type == "cuda" else torch.float32

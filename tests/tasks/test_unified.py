@@ -77,6 +77,15 @@ def test_only_answers_are_learnt(scenes, words):
     assert torch.equal(pixels, views(scenes.draw(index).pixels, PLAIN.with_(side=12)))
 
 
+def test_sources_are_read_in_one_pass_as_each_alone(scenes, words):
+    made = task(scenes, words, questions=2, z=0.0)
+    made.model.eval()
+    index = {"scenes": torch.arange(3), "named": torch.arange(2)}
+    batch = made.made(index)
+    alone = [made({key: value for key, value in batch.items() if key.startswith(name)})["read"] for name in index]
+    torch.testing.assert_close(made(batch)["read"], torch.stack(alone).sum())
+
+
 @pytest.mark.parametrize("last", [None, "caption_long"])
 def test_each_question_is_as_if_it_alone_were_asked(scenes, words, last):
     made = task(scenes, words, questions=3, last=last, length=300)

@@ -114,20 +114,27 @@ class UnifiedTask:
         losses = {kind: self.model.marks.weight.new_zeros((), dtype=torch.float32) for kind in self.weights}
         if TEXT in batch:
             losses["text"] = self._text(batch[TEXT])
-        for name in self.talks:
-            if f"{name}:pixels" in batch:
-                kind = self._kind(name)
-                losses[kind] = losses[kind] + (self._draw if kind == "draw" else self._read)(name, batch)
+        shown = [name for name in self.talks if f"{name}:pixels" in batch]
+        if read := [name for name in shown if self._kind(name) == "read"]:
+            losses["read"] = self._read(read, batch)
+        for name in shown:
+            if self._kind(name) == "draw":
+                losses["draw"] = losses["draw"] + self._draw(name, batch)
         return losses
 
     def _text(self, ids: Tensor) -> Tensor:
         return self._said(self.model(self.model.words(ids[:, :-1])), ids[:, 1:], "sum")
 
-    def _read(self, name: str, batch: Batch) -> Tensor:
-        pixels, ids, targets, since = (batch[f"{name}:{part}"] for part in ("pixels", "ids", "targets", "since"))
+    def _read(self, names: Sequence[str], batch: Batch) -> Tensor:
+        """Pictures of all sources in one pass; each source has a mean of its own, whatever its talks are long."""
+        pixels, ids, since = (
+            torch.cat([batch[f"{name}:{part}"] for name in names]) for part in ("pixels", "ids", "since")
+        )
         seen, _ = self.model.look(pixels)
         hidden = self.model(self.model.shown(seen), self.model.words(ids, since=since))[:, -ids.shape[1] :]
-        return self._said(hidden, targets, "mean") * len(ids)
+        targets = [batch[f"{name}:targets"] for name in names]
+        parts = zip(hidden.split([len(part) for part in targets]), targets, strict=True)
+        return torch.stack([self._said(part, wanted, "mean") * len(part) for part, wanted in parts]).sum()
 
     def _draw(self, name: str, batch: Batch) -> Tensor:
         pixels, ids, counts = (batch[f"{name}:{part}"] for part in ("pixels", "ids", "counts"))

@@ -90,6 +90,7 @@ PRESETS = {
     "sub-patch": SceneConfig(sizes=(0.05, 0.07)),  # below a patch where there are up to fourteen a side
     "words": SceneConfig(objects=(1, 3), sizes=(0.2, 0.35), word=0.7),
     "drawing": SceneConfig(objects=(1, 3), sizes=(0.25, 0.5), snap=8, backgrounds=("flat", "gradient")),
+    "to-five": SceneConfig(objects=(1, 5), sizes=(0.2, 0.4), repeat=1.0, tint=0.2),
     "few": SceneConfig(objects=(1, 5), sizes=(0.2, 0.5), overlap=0.1, repeat=0.4, inside=0.1, word=0.1),
     "mixed": SceneConfig(objects=(1, 8), sizes=(0.12, 0.4), overlap=0.2, repeat=0.3, inside=0.2, word=0.1),
 }

@@ -9,14 +9,18 @@ from PIL import Image
 
 from generate.test_answers import TEXTS, unified
 from show.test_page import Page
-from vitrail import hub, tour
+from vitrail import hub
 from vitrail.cli import main
 from vitrail.data.examples import examples
 from vitrail.data.words.templates import DRAWINGS
+from vitrail.evals.suites.talking import plain
 from vitrail.processing.text import Tokenizer
+from vitrail.show.page import html, marked
 from vitrail.studio import TRAIN, Studio
+from vitrail.tour.judge import clear, judged, named, ready_judge, tells
 
-READS, DRAWS, OWN, CHANGES = "It reads", "It draws", "It looks at its own drawing", "It changes a drawing"
+DRAWS, PASSES, CHANGES = "It draws", "It takes its time", "It changes a drawing"
+READS, OWN = "It reads", "It looks at its own drawing"
 
 
 @pytest.fixture(scope="module", params=["raster", "masked"])
@@ -50,7 +54,9 @@ def results(**more) -> dict:
     return {"evals": {"questions": first, "reconstruction": second}}
 
 
-def test_the_page_is_whole(folder, tmp_path, run):
+def test_the_page_is_whole(folder, tmp_path, run, monkeypatch):
+    few = {kind: DRAWINGS[kind] for kind in ("two", "counting")}
+    monkeypatch.setattr("vitrail.tour.drawing.DRAWINGS", few)  # two kinds are shown as all are
     (tmp_path / "results.json").write_text(json.dumps(results()))
     own = folder / "a <b>.png"
     model, more = ["--model", folder / "model", "--device", "cpu"], ["--results", tmp_path / "results.json"]
@@ -60,35 +66,38 @@ def test_the_page_is_whole(folder, tmp_path, run):
     assert [file.name for file in (tmp_path / "page").iterdir()] == ["index.html"]
     found = Page(text)
     found.alone()
-    assert found.under("h2") == [READS, DRAWS, OWN, CHANGES, "Measured"]
     scenes, studio = examples(), Studio.load(folder / "model", device="cpu")
+    masked = studio.model.config.order == "masked"
+    assert found.under("h2") == [DRAWS, *([PASSES] if masked else []), CHANGES, READS, OWN, "Measured"]
+    # What is drawn: the same pictures as the model draws for the prompts.
+    pictures, heads = found.pictures(), found.under("h3")
+    prompts, files = heads[: len(few)], [own, *(scene.file for scene in scenes)]
+    for i, one in enumerate(studio.draw([prompts[1]] * 3, seed=3)):
+        assert np.array_equal(np.asarray(pictures[3 + i]), np.asarray(one))
+    start = 3 * len(few) + 6 * masked + 5
+    assert len(pictures) == start + 4 * len(files) + 1
     # What is read: its codes by number, each picture four times, and the answers that the model gives.
-    assert found.under("h3")[: 1 + len(scenes)] == [own.name, *(scene.name for scene in scenes)]
-    files = [own, *(scene.file for scene in scenes)]
+    assert heads[len(few) :] == [own.name, *(scene.name for scene in scenes), "questions", "reconstruction"]
     codes = [int(number) for number in found.under("title")[1:]]
     assert codes == studio.tokenize(files).flatten().tolist()
-    pictures = found.pictures()
-    assert len(pictures) == 4 * len(files) + 3 * len(DRAWINGS) + 1 + 5
     for i, file in enumerate(files):
-        assert np.array_equal(np.asarray(pictures[4 * i]), np.asarray(studio.seen(file)))
-        assert np.array_equal(np.asarray(pictures[4 * i + 1]), np.asarray(studio.detokenize(studio.tokenize(file))[0]))
-    cells = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text, re.S)
-    asked = [(q["question"], q["answer"]) for scene in scenes for q in scene.questions]
-    told = [(tour.html(question), tour.html(truth)) for question, truth in asked]
-    assert [(a, c) for a, b, c in cells if (a, c) in told] == told
+        seen, again = pictures[start + 4 * i : start + 4 * i + 2]
+        assert np.array_equal(np.asarray(seen), np.asarray(studio.seen(file)))
+        assert np.array_equal(np.asarray(again), np.asarray(studio.detokenize(studio.tokenize(file))[0]))
+    cells = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", text, re.S)
+    told = [(html(q["question"]), html(q["answer"])) for scene in scenes for q in scene.questions]
+    assert [(a, c) for a, _, c, _ in cells if (a, c) in told] == told
     for scene in scenes:
-        for q in scene.questions:
-            answer = studio.ask(scene.file, q["question"], max_new=24)
-            right = tour.plain(answer) == tour.plain(q["answer"])
-            assert (tour.html(q["question"]), tour.marked(right, answer), tour.html(q["answer"])) in cells
-    # What is drawn: the same prompts and the same pictures as the model draws them.
-    prompts = found.under("h3")[len(files) : len(files) + len(DRAWINGS)]
-    drawn = studio.draw([prompts[1]] * 3, seed=3)
-    start = 4 * len(files)
-    for i, one in enumerate(drawn):
-        assert np.array_equal(np.asarray(pictures[start + 3 + i]), np.asarray(one))
-    assert len(re.findall("the judge sees", text)) == 3 * len(DRAWINGS)
-    assert {"50.0% [25.0%, 75.0%] of 12", "blind 25.0%", "21.12 of 12"} <= set(found.under("td"))
+        # Asked together, as the page asks them: in half precision another batch can be another answer.
+        answers = studio.ask(scene.file, [q["question"] for q in scene.questions], max_new=24)
+        for q, answer in zip(scene.questions, answers, strict=True):
+            right = marked(plain(answer) == plain(q["answer"]), answer)
+            share = "50%" if q["kind"] == "colour" else "not measured"
+            assert (html(q["question"]), right, html(q["answer"]), share) in cells
+    assert all(img["alt"] for img in found.of("img"))
+    assert len(re.findall("the judge sees", text)) == 3 * len(few) + 4
+    assert len(re.findall("it says: ", text)) == 3 * len(few)
+    assert {"blind 25.0%", "21.12 of 12"} <= set(found.under("td"))
     assert found.under("code") == ["vitrail eval mini questions", "vitrail codec compare mini"]
 
 
@@ -131,12 +140,12 @@ def test_the_one_that_ships_is_shown_with_its_results(folder, tmp_path, run, mon
     studio = Studio.load(folder / "model", device="cpu")
     hub.save(studio.model, tmp_path / "weights" / "mini", studio.words, small=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tour, "tour", lambda *_: [])  # its sections are looked at above
+    monkeypatch.setattr("vitrail.tour.tour", lambda *_: [])  # its sections are looked at above
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "mini.json").write_text(json.dumps(results()))
     assert not run("-o", "page", "--device", "cpu")[0]
     found = Page((tmp_path / "page" / "index.html").read_text(encoding="utf-8"))
-    assert found.under("h1") == ["mini reads and draws"] and found.under("h2")[-1] == "Measured"
+    assert found.under("h1") == ["mini draws and reads"] and found.under("h2")[-1] == "Measured"
 
 
 def test_the_judge_knows_what_it_is_asked_for():
@@ -145,13 +154,18 @@ def test_the_judge_knows_what_it_is_asked_for():
 
     from vitrail.data.words import prompts
 
-    judge = tour.ready_judge("cpu")
+    judge = ready_judge("cpu")
     pixels = {e.name: torch.from_numpy(np.array(Image.open(e.file))).permute(2, 0, 1)[None] for e in examples()}
-    assert sorted(tour.named(judge, judge.look(pixels["places"])).split(", ")) == ["house", "pizza", "tiger"]
-    assert sorted(tour.named(judge, judge.look(pixels["numbers"])).split(", ")) == ["house"] * 3 + ["penguin"] * 2
+    assert sorted(named(judge, judge.look(pixels["places"])).split(", ")) == ["house", "pizza", "tiger"]
+    assert sorted(named(judge, judge.look(pixels["numbers"])).split(", ")) == ["house"] * 3 + ["penguin"] * 2
     names = judge.detector.config.concepts
     asked = prompts(judge.words, "single", len(names))
     texts = judge.words.pieces.read(asked.text)
     one = next(i for i, text in enumerate(texts) if re.search(r"\ba tiger\b", text))
     assert judge.right(asked.spec[one : one + 1], pixels["places"]).tolist() == [True]
     assert judge.right(asked.spec[one : one + 1], pixels["numbers"]).tolist() == [False]
+    spec = asked.spec[one : one + 1]
+    assert tells(judge, spec, "A scene with two tigers.") and not tells(judge, spec, "A scene with a cat.")
+    tiger, houses = (judged(judge, "a tiger", spec, 0, Image.open(e.file).convert("RGB")) for e in examples()[:2])
+    assert tiger.right and not houses.right
+    assert clear(tiger._replace(seen=houses.seen)) == clear(tiger) == (True, False, 1) > clear(houses)

@@ -1,4 +1,4 @@
-"""`vitrail demo`: one page on which a unified model reads pictures and draws others, beside what is true."""
+"""`vitrail demo`: one page on which a unified model draws pictures and reads others, beside what is true."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +22,8 @@ def demo(
 
     Example: vitrail demo --image photo.jpg -o out/demo
 
-    Pictures become codes, and pictures again. The model says what it sees, beside the truth where that is known; it
-    draws, and a judge looks; it is asked about its own drawing. The page needs no network, and no other file.
+    The model draws, and a judge looks; it changes a drawing. Pictures become codes, and pictures again; the model says
+    what it sees, beside the truth where that is known. The page needs no network, and no other file.
 
     Parameters
     ----------
@@ -42,6 +42,8 @@ def demo(
     """
     from vitrail import tour
     from vitrail.hub.configs import shipped
+    from vitrail.hub.files import read_json
+    from vitrail.show.measured import Measured
     from vitrail.show.page import page
     from vitrail.studio import MINI, TRAIN, Studio
 
@@ -59,11 +61,12 @@ def demo(
     else:
         kept = Path("results", f"{MINI}.json")
         results = results or (kept if model is None and kept.is_file() else None)
-        found = [] if results is None else [tour.measured(results)]
+        measured = None if results is None else Measured(str(results), read_json(results))
         studio = Studio.load(model or MINI, device=device)
         with steps(tour.steps(pictures)) as step:
-            sections = tour.tour(studio, pictures, seed, step) + found
-        title, lead = f"{model or MINI} reads and draws", tour.lead(studio)
+            sections = tour.tour(studio, pictures, seed, step, measured)
+        sections += [] if measured is None else [measured.section()]
+        title, lead = f"{Path(model or MINI).resolve().name} draws and reads", tour.lead(studio, measured)
     file, text = out / "index.html", page(title, lead, sections).encode("utf-8", "replace")
     try:
         file.write_bytes(text)

@@ -77,10 +77,30 @@ def row(*figures: str) -> Html:
     return Html(f'<div class="row">{"".join(figures)}</div>')
 
 
-def figure(image: Image.Image, caption: str) -> Html:
+def strip(*figures: str) -> Html:
+    """Stages of one thing, six in a line where there is room."""
+    return Html(f'<div class="strip">{"".join(figures)}</div>')
+
+
+def tiles(*blocks: Sequence[str]) -> Html:
+    """Blocks side by side where there is room."""
+    return Html(f'<div class="tiles">{"".join(f"<div>{_joined(block)}</div>" for block in blocks)}</div>')
+
+
+def lines(*parts: str) -> Html:
+    """Each on a line of its own."""
+    return Html("".join(f'<span class="line">{html(part)}</span>' for part in parts))
+
+
+def listed(parts: Sequence[str]) -> Html:
+    return Html(f"<ul>{''.join(f'<li>{html(part)}</li>' for part in parts)}</ul>")
+
+
+def figure(image: Image.Image, caption: str, alt: str = "") -> Html:
+    """`alt` is for who cannot see it, and empty where the caption says it all."""
     kept = io.BytesIO()
     image.convert("RGB").save(kept, "PNG", optimize=True)
-    shown = f'<img src="data:image/png;base64,{base64.b64encode(kept.getvalue()).decode()}" alt="">'
+    shown = f'<img src="data:image/png;base64,{base64.b64encode(kept.getvalue()).decode()}" alt="{escape(alt)}">'
     return Html(f"<figure>{shown}<figcaption>{html(caption)}</figcaption></figure>")
 
 

@@ -55,12 +55,23 @@ h3 { margin: 2rem 0 .5rem; }
 p { max-width: 42rem; margin: .5rem 0; }
 .row { display: flex; flex-wrap: wrap; gap: .75rem; margin: .75rem 0; }
 figure { margin: 0; width: min(10rem, 47%); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 0 1.5rem; }
+.tiles figure { width: calc((100% - 1.5rem) / 3); }
+.strip { display: grid; grid-template-columns: repeat(auto-fill, minmax(max(6rem, 15%), 1fr)); gap: .75rem;
+  margin: .75rem 0; }
+.strip figure { width: auto; }
+header li { max-width: 42rem; }
+.line { display: block; }
+.line + .line { margin-top: .25rem; }
 img, svg:not(.drawn) { display: block; width: 100%; height: auto; border: 1px solid var(--line); border-radius: 4px; }
 .row rect:hover { stroke: var(--ink); stroke-width: .12; }
 figcaption, th { color: var(--soft); font-size: .875rem; }
 figcaption { margin-top: .25rem; line-height: 1.35; }
 table { border-collapse: collapse; margin: .5rem 0; width: 100%; table-layout: fixed; }
 th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); }
+.short th:first-child { width: 36%; }
+.short th:nth-child(4) { width: 5.5rem; }
+@media (max-width: 40rem) { .short table { font-size: .875rem; } .short th, .short td { padding-right: .5rem; } }
 .long { max-width: 76rem; }
 nav ul { columns: 16rem; padding-left: 1.2rem; }
 a, summary, button { color: inherit; }

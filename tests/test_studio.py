@@ -169,3 +169,12 @@ def test_a_type_that_is_named_is_kept(folder):
     half = Studio.load(folder / "model", device="cpu", dtype=torch.bfloat16)
     assert half.model.code.weight.dtype == torch.bfloat16
     assert half.draw("a dog", seed=1, steps=3).size == (12, 12) and isinstance(half.caption(folder / "a.png"), str)
+
+
+def test_a_drawing_as_it_comes_about(studio):
+    stages = studio.stages("two cats", 3, seed=4, steps=6)
+    whole = studio.draw("two cats", seed=4, steps=6)
+    grey = [(np.asarray(one.resize((3, 3), Image.Resampling.NEAREST)) == 128).all(-1).sum() for one in stages]
+    assert same(stages[-1], whole) and list(grey) == sorted(grey, reverse=True) and grey[0] > 0 == grey[-1]
+    seen, kept = np.asarray(stages[0]), np.asarray(whole)
+    assert ((seen == kept).all(-1) | (seen == 128).all(-1)).mean() > 0.3  # what is settled stays; the rest is grey

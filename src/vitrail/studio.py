@@ -150,6 +150,7 @@ class Studio:
         negative: str | None = None,
         given: tuple[Tensor, Tensor] | None = None,
         progress: Callable[[int, int], Any] = lambda done, of: None,
+        watch: Callable[[Tensor, Tensor], Any] = lambda ids, hidden: None,
         seed: int | None = None,
         **how: Any,
     ) -> Tensor:
@@ -162,7 +163,22 @@ class Studio:
         drawing = Drawing(sampling=Sampling(**named, seed=seed), **how)
         ids, counts = self._ids(prompts, device)
         against = None if negative is None else self._ids([negative] * len(prompts), device)
-        return draw(self.model, ids, counts, drawing, negative=against, given=given, progress=progress)
+        return draw(self.model, ids, counts, drawing, negative=against, given=given, progress=progress, watch=watch)
+
+    def stages(self, prompt: str, count: int = 6, **how: Any) -> list[Image.Image]:
+        """A drawing as it comes about, codes that are yet open in grey: so many moments, the last the whole of it.
+        `how` is what `draw_ids` takes."""
+        passed: list[tuple[Tensor, Tensor]] = []
+        self.draw_ids([prompt], watch=lambda ids, hidden: passed.append((ids.clone(), hidden)), **how)
+        settled = torch.stack([(~hidden).float().mean() for _, hidden in passed])  # (passes,), rising to 1
+        wanted = torch.arange(1, count + 1, device=settled.device) / count
+        at = torch.searchsorted(settled, wanted - 1e-6).clamp(max=len(passed) - 1).tolist()
+        ids, hidden = (torch.cat([passed[i][part] for i in at]) for part in (0, 1))
+        pixels = self.model.codec.bytes(self.model.pixels(ids))  # (count, C, H, W)
+        over = (
+            hidden[:, None].repeat_interleave(self.model.codec.factor, 2).repeat_interleave(self.model.codec.factor, 3)
+        )
+        return _pictures(pixels.masked_fill(over.to(pixels.device), 128))
 
     def vary(
         self,

@@ -67,14 +67,13 @@ def test_the_page_is_whole(folder, tmp_path, run, monkeypatch):
     found = Page(text)
     found.alone()
     scenes, studio = examples(), Studio.load(folder / "model", device="cpu")
-    masked = studio.model.config.order == "masked"
-    assert found.under("h2") == [DRAWS, *([PASSES] if masked else []), CHANGES, READS, OWN, "Measured"]
+    assert found.under("h2") == [DRAWS, PASSES, CHANGES, READS, OWN, "Measured"]
     # What is drawn: the same pictures as the model draws for the prompts.
     pictures, heads = found.pictures(), found.under("h3")
     prompts, files = heads[: len(few)], [own, *(scene.file for scene in scenes)]
     for i, one in enumerate(studio.draw([prompts[1]] * 3, seed=3)):
         assert np.array_equal(np.asarray(pictures[3 + i]), np.asarray(one))
-    start = 3 * len(few) + 6 * masked + 5
+    start = 3 * len(few) + 6 + 5
     assert len(pictures) == start + 4 * len(files) + 1
     # What is read: its codes by number, each picture four times, and the answers that the model gives.
     assert heads[len(few) :] == [own.name, *(scene.name for scene in scenes), "questions", "reconstruction"]

@@ -20,6 +20,8 @@ from vitrail.models.unified import DRAW, Unified
 
 Progress = Callable[[int, int], Any]
 """codes that are drawn, of how many"""
+Watch = Callable[[Tensor, Tensor], Any]
+"""ids (B, h, w) as they are, and which of them are yet hidden (B, h, w)"""
 
 
 class Drawing(Config):
@@ -56,12 +58,14 @@ def draw(
     negative: tuple[Tensor, Tensor] | None = None,
     given: tuple[Tensor, Tensor] | None = None,
     progress: Progress = lambda done, of: None,
+    watch: Watch = lambda ids, hidden: None,
 ) -> Tensor:
     """Ids (B, h, w) of pictures for prompts (B, n), of which `counts` (B,) tokens each are there.
 
     negative  another prompt a row, and its counts; none at all unless given
     given     ids (B, h, w) and which of them (B, h, w) stay as they are: the rest is painted in. In raster order what
               is painted sees only what comes before it.
+    watch     is told after every pass how far the pictures are
     """
     drawing = drawing or Drawing()
     h, w = model.grid if given is None else given[0].shape[1:]
@@ -82,7 +86,7 @@ def draw(
     model.eval()
     try:
         way = _one_by_one if model.config.order == "raster" else _by_and_by
-        return way(model, prompts, counts, ids, open_, drawing, progress)
+        return way(model, prompts, counts, ids, open_, drawing, progress, watch)
     finally:
         model.train(mode)
 
@@ -114,7 +118,14 @@ def _codes(model: Unified, states: Tensor, drawing: Drawing, chance: Dice) -> tu
 
 
 def _by_and_by(
-    model: Unified, prompts: Tensor, counts: Tensor, ids: Tensor, open_: Tensor, drawing: Drawing, progress: Progress
+    model: Unified,
+    prompts: Tensor,
+    counts: Tensor,
+    ids: Tensor,
+    open_: Tensor,
+    drawing: Drawing,
+    progress: Progress,
+    watch: Watch,
 ) -> Tensor:
     """Masked-parallel: all hidden codes are drawn in every pass, and the surest of them stay (MaskGIT)."""
     B, (h, w), twice = len(ids), ids.shape[1:], drawing.guidance != 1
@@ -131,16 +142,25 @@ def _by_and_by(
         sure = sure + drawing.wander * (1 - (step + 1) / drawing.steps) * noise.to(sure)
         hidden = hide_least(sure, hidden.flatten(1), left).view(B, h, w)
         progress(int(h * w * B - left.sum()), h * w * B)
+        watch(ids, hidden)
     return ids
 
 
 def _one_by_one(
-    model: Unified, prompts: Tensor, counts: Tensor, ids: Tensor, open_: Tensor, drawing: Drawing, progress: Progress
+    model: Unified,
+    prompts: Tensor,
+    counts: Tensor,
+    ids: Tensor,
+    open_: Tensor,
+    drawing: Drawing,
+    progress: Progress,
+    watch: Watch,
 ) -> Tensor:
     """In raster order, with what was read and drawn kept in a cache."""
     B, (h, w), twice = len(ids), ids.shape[1:], drawing.guidance != 1
     chance = Dice(B, drawing.sampling.seed, ids.device)
     decoder, flat, fixed = model.decoder, ids.view(B, -1).clone(), ~open_.view(B, -1)
+    places = torch.arange(h * w, device=ids.device).view(h, w)
     words = model.words(prompts, counts)
     # Where each code stands is the same whatever it will be, so that all places are known before the first is drawn.
     blank = model.drawn(torch.cat([ids, ids]) if twice else ids)
@@ -154,9 +174,10 @@ def _one_by_one(
         state = decoder.hidden(embeds=x, positions=laid.positions[:, n + i : n + i + 1], cache=cache)  # (B, 1, W)
         found, _ = _codes(model, state, drawing, chance)
         flat[:, i] = torch.where(fixed[:, i], flat[:, i], found[:, 0])
-        x = model.token(flat[:, i : i + 1], torch.tensor([i], device=ids.device), (h, w))
+        x = model.token(flat[:, i : i + 1], places.view(-1)[i : i + 1], (h, w))
         x = torch.cat([x, x]) if twice else x
         progress(i + 1, h * w)
+        watch(flat.view(B, h, w), open_ & (places > i))
     return flat.view(B, h, w)
 
 

@@ -6,7 +6,7 @@ from vitrail.data.words.templates import DRAWINGS
 from vitrail.show.measured import Measured
 from vitrail.show.page import Section, listed
 from vitrail.studio import Studio
-from vitrail.tour.drawing import changed, draw, few_passes
+from vitrail.tour.drawing import changed, draw, stages
 from vitrail.tour.judge import clear, ready_judge
 from vitrail.tour.reading import Shown, own, read, scenes, shown
 from vitrail.tour.step import Step
@@ -28,7 +28,7 @@ def tour(
     other = next(one for one in drawn if one.prompt != chosen.prompt)
     return [
         drawing,
-        *([few_passes(studio, chosen, step)] if studio.model.config.order == "masked" else []),
+        stages(studio, chosen, step),
         changed(studio, judge, chosen, other, seed, step),
         read(studio, pictures, step, measured),
         own(studio, judge, chosen, seed, step),

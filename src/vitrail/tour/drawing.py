@@ -1,18 +1,15 @@
-"""What a tour shows of drawing: prompts of all kinds, one of them in few passes and in more, and changes to it."""
-
-from PIL import Image
+"""What a tour shows of drawing: prompts of all kinds, how one of them comes about, and changes to it."""
 
 from vitrail.data.words import prompts
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.evals.judge import Judge
-from vitrail.generate.pictures import Drawing
 from vitrail.show.measured import KINDS, Measured
 from vitrail.show.page import Section, figure, heading, marked, row, strip, tiles
 from vitrail.studio import Studio
 from vitrail.tour.judge import Drawn, judged, judged_figure, tells
 from vitrail.tour.step import Step
 
-PASSES = (1, 2, 4, 8, 16)  # fewer than a drawing has
+STAGES = 6
 SEEDS, SHARES, RIGHT_HALF = 3, (0.5, 0.75, 0.9), (0.5, 0.0, 1.0, 1.0)
 
 
@@ -53,22 +50,20 @@ def draw(studio: Studio, judge: Judge, seed: int, step: Step, measured: Measured
     return Section("It draws", body), drawn
 
 
-def few_passes(studio: Studio, one: Drawn, step: Step) -> Section:
-    progress, whole = step("drawing in fewer passes"), Drawing().steps
-    made: list[tuple[int, Image.Image]] = []
-    for passes in (few for few in PASSES if few < whole):
-        made.append((passes, studio.draw(one.prompt, seed=one.seed, steps=passes)))
-        progress(passes, whole)
-    figures = [
-        figure(picture, f"{passes} pass{'es' * (passes > 1)}", f"{one.prompt}, in so many passes: {passes}")
-        for passes, picture in [*made, (whole, one.picture)]
-    ]
+def stages(studio: Studio, one: Drawn, step: Step) -> Section:
+    made = studio.stages(one.prompt, STAGES, seed=one.seed, progress=step("drawing it once more"))
+    order = "the surest of them stay" if studio.model.config.order == "masked" else "the next of them stays"
     return Section(
         "It takes its time",
         [
-            f"In every pass all codes that are still open are drawn, and the surest of them stay. “{one.prompt}”, of "
-            "one seed, in few passes and in more: in a single one no code knows of the others.",
-            strip(*figures),
+            f"In every pass codes that are still open, here grey, are drawn, and {order}. “{one.prompt}”, at "
+            f"{STAGES} moments:",
+            strip(
+                *(
+                    figure(picture, f"{n / STAGES:.0%}", f"{one.prompt}, {n / STAGES:.0%} drawn")
+                    for n, picture in enumerate(made, 1)
+                )
+            ),
         ],
     )
 

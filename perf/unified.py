@@ -1,11 +1,13 @@
 """A unified model at work: an answer, a drawing, there and back through the codec, against what the arithmetic takes.
 
     python perf/unified.py --out results.json                # on a CUDA device where there is one, else on the CPU
+    python perf/unified.py --out results.json --dtype float32
     python perf/unified.py --out results.json --recipe mini model.config.order=raster
 
-The model is a recipe's, with random weights. `floor` is the time that its matrix products would take at the rate of the
-products themselves, each as large as in the model, measured in the same run; `times` is how many floors a call takes.
-Answers are cut at 24 tokens, and drawings are guided, so that they take two rows.
+The model is a recipe's, with random weights, in the type that a `Studio` would choose here, or in another. `floor` is
+the time that its matrix products would take at the rate of the products themselves, each as large as in the model,
+measured in the same run; `times` is how many floors a call takes. Answers are cut at 24 tokens, and drawings are guided,
+so that they take two rows.
 """
 
 import argparse
@@ -24,10 +26,11 @@ from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
 from vitrail.models.unified import Unified
 from vitrail.nn import Work, cost
+from vitrail.talker import usable
 
 CUDA = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-PROMPT, ANSWER, STEPS = 12, 24, 12
+DEVICE, USUAL = usable(None, half=True)
+PROMPT, ANSWER, STEPS = 12, 24, Drawing().steps
 MEASURED = (
     "vitrail.generate.answers",
     "vitrail.generate.pictures",
@@ -55,7 +58,7 @@ def seconds(call: Callable[[], object], repeats: int = 3) -> float:
 def product_rate(model: Unified, tokens: int) -> float:
     """Operations a second of products of so many tokens with the decoder's own matrices."""
     weights = [p.detach() for p in model.decoder.blocks[0].parameters() if p.ndim == 2]
-    inputs = [torch.randn(tokens, w.shape[1], device=DEVICE, dtype=DTYPE) for w in weights]
+    inputs = [torch.randn(tokens, w.shape[1], device=DEVICE, dtype=w.dtype) for w in weights]
     repeats = 20
 
     def call() -> None:
@@ -71,7 +74,11 @@ def measured(model: Unified) -> dict[str, dict[str, float]]:
     (h, w), N = model.grid, model.grid[0] * model.grid[1]
     prompts = torch.randint(0, model.config.decoder.vocab, (1, PROMPT), device=DEVICE)
     counts = torch.tensor([PROMPT], device=DEVICE)
-    pixels = torch.rand(1, 3, h * model.codec.factor, w * model.codec.factor, device=DEVICE, dtype=DTYPE) * 2 - 1
+    pixels = (
+        torch.rand(1, 3, h * model.codec.factor, w * model.codec.factor, device=DEVICE, dtype=model.code.weight.dtype)
+        * 2
+        - 1
+    )
     seen, ids = model.look(pixels)
 
     def answer() -> None:
@@ -105,15 +112,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="mini")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=str(USUAL).removeprefix("torch."))
     parser.add_argument("changes", nargs="*", help="of the recipe, as key=value")
     arguments = parser.parse_args()
     chosen = recipe.read(arguments.recipe, dict(change.split("=", 1) for change in arguments.changes))
     torch.manual_seed(0)
     config: Any = chosen.model_config()
-    model = Unified(config).to(DEVICE, DTYPE).eval()
+    model = Unified(config).to(DEVICE, getattr(torch, arguments.dtype)).eval()
     figures = {
         "recipe": arguments.recipe,
         "order": config.order,
+        "dtype": arguments.dtype,
+        "passes": STEPS,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": model.grid[0] * model.grid[1],
         **measured(model),

@@ -60,6 +60,16 @@ def test_frames_are_those_of_the_model():
     assert all(np.array_equal(a, b[0].movedim(0, -1)) for a, b in zip([seen, *drawn], wanted, strict=True))
 
 
+def test_a_frame_is_taken_in_while_it_travels():
+    """Nobody asks for the next one, and it is in the memory of the model all the same."""
+    arcade = Arcade(playground())
+    with Page(client(arcade)) as page:
+        page.reset(seed=5)
+        page.step("8")
+        (player,) = arcade.players
+        assert soon(lambda: player.rollout._led is None)
+
+
 def test_a_seed_is_a_world_and_is_told():
     with Page(client(Arcade(playground()))) as page:
         first = page.reset()[0].seed

@@ -62,8 +62,13 @@ def play(
     device
         cpu, cuda, …; a GPU if there is one.
     """
-    # Threads of torch that wait for each other by spinning take the cores from the browser, and from each other.
+    # Threads of torch that wait for each other by spinning take the cores from the browser, and from each other. The
+    # products of a frame are so small that a second one takes more than it gives.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     try:
         from vitrail.play.server import listen, make_server
     except ImportError as error:

@@ -214,7 +214,8 @@ def _fill(
         state[name] = tensor.to(device, kept)
     missing = [name for name in wanted if name not in state]
     if missing:
-        raise CheckpointError(f"{source} lacks tensor {missing[0]!r} and {len(missing) - 1} more")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{source} lacks tensor {missing[0]!r}{more}", "was it saved whole, by this version?")
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         if isinstance(module, Rotary | FSQ):  # tables that follow from the config

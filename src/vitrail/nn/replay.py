@@ -14,6 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from vitrail.errors import ConfigError
+
 STEP = 64  # numbers are recorded for batches of a multiple of this, and what is too much is cut off
 URGENT = -1  # short kernels go before long ones that run beside them, or each would wait for its turn
 MOST = 8  # sizes of batches that are recorded; of others every kernel is launched
@@ -43,7 +45,8 @@ class Replayed(Generic[T]):
     """A function of sample numbers (B,) whose tensors have B rows each, and none of which depends on another.
 
     On a GPU it must ask the device for nothing. Its random numbers are torch's own, so that a seed decides them. It
-    returns copies.
+    returns copies. That every tensor has its rows is seen to on a CPU as well, where nothing is cut and nobody would
+    notice.
     """
 
     def __init__(self, make: Callable[[Tensor], T]):
@@ -53,7 +56,9 @@ class Replayed(Generic[T]):
     @torch.compiler.disable  # tracing thousands of operations takes minutes
     def __call__(self, index: Tensor) -> T:
         if not _ASKED.get() or not index.is_cuda or torch.cuda.is_current_stream_capturing():
-            return self.make(index)
+            made = self.make(index)
+            _cut(made, len(index))
+            return made
         B, key = len(index), (index.device, -(-len(index) // STEP) * STEP)
         if key not in self._recorded:
             if not B or len(self._recorded) == MOST:
@@ -64,7 +69,7 @@ class Replayed(Generic[T]):
         with torch.cuda.device(index.device):
             held.index[:B].copy_(index)  # numbers beyond are those of an earlier call: samples like any other
             held.graph.replay()
-            return _copied(held.made, B)
+            return _cut(held.made, B, Tensor.clone)
 
     def _record(self, index: Tensor, count: int) -> _Recorded:
         static = index[-1:].repeat(count)
@@ -78,16 +83,20 @@ class Replayed(Generic[T]):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             made = self.make(static)
+        _cut(made, count)
         torch.cuda.set_rng_state(chance, index.device)
         return _Recorded(graph, static, made)
 
 
-def _copied(made: Any, rows: int) -> Any:
+def _cut(made: Any, rows: int, then: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """The same with so many rows of every tensor, which must be there."""
     if isinstance(made, Tensor):
-        return made[:rows].clone()
+        if not made.ndim or len(made) < rows:
+            raise ConfigError(f"a tensor {tuple(made.shape)} made of {rows} numbers", "give it a row for each of them")
+        return then(made[:rows])
     if is_dataclass(made):
-        return type(made)(*(_copied(getattr(made, field.name), rows) for field in fields(made)))  # type: ignore[arg-type]
+        return type(made)(*(_cut(getattr(made, field.name), rows, then) for field in fields(made)))  # type: ignore[arg-type]
     if isinstance(made, tuple):
-        parts = [_copied(part, rows) for part in made]
+        parts = [_cut(part, rows, then) for part in made]
         return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
     return made

@@ -4,7 +4,6 @@ H, W pixels
 """
 
 import asyncio
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -78,7 +77,7 @@ class Arcade:
         if playground is not None:
             playground.rollout(**self.how)  # what cannot be is said before anyone comes
         self.players: set[Game] = set()
-        self._thinker = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=_alone)
+        self._thinker = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def enter(self) -> "Game":
         if len(self.players) >= self.room:
@@ -262,13 +261,6 @@ class Game:
         self.rollout = self.imagined = None
         if self.real is not None:
             self.real.leave()
-
-
-def _alone() -> None:
-    """One thread, unless told otherwise: the products of a frame are so small that a second one takes more from the
-    browser than it gives."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
 
 
 def _shown(frames: Tensor) -> np.ndarray:

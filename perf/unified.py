@@ -6,8 +6,8 @@
 
 The model is a recipe's, with random weights, in the type that a `Studio` would choose here, or in another. `floor` is
 the time that its matrix products would take at the rate of the products themselves, each as large as in the model,
-measured in the same run; `times` is how many floors a call takes. Answers are cut at 24 tokens, and drawings are guided,
-so that they take two rows.
+measured in the same run; `times` is how many floors a call takes. Answers are cut at 24 tokens, and drawings are
+guided, so that they take two rows.
 """
 
 import argparse

@@ -31,8 +31,8 @@ from vitrail.talker import Talker, usable
 DESCRIBE = "Describe the picture briefly."
 MINI = "mini"  # the model that ships with the package
 MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language model that is fetched
-TRAIN_VLM = (
-    "vitrail train untested/qlip-scenes --out out/qlip-scenes && vitrail train untested/mini-vlm --out out/mini-vlm"
+TRAIN_VLM = " && ".join(
+    f"vitrail train untested/{name} --out out/{name}" for name in ("clip-scenes", "qlip-scenes", "mini-vlm")
 )
 TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train mini --out out/mini"
 

@@ -1,6 +1,7 @@
 """`vitrail eval MODEL questions` and `drawing`, on a small model that knows nothing."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from evals.test_judge import config, shapes
 from generate.test_answers import TEXTS, unified
 from vitrail import hub
 from vitrail.cli.eval import app
+from vitrail.data.scenes.source import ScenesConfig
 from vitrail.errors import ConfigError
 from vitrail.models.detector import Detector
 from vitrail.processing.text import Tokenizer
@@ -36,6 +38,21 @@ def test_questions(run):
     assert [score["name"] for score in found["scores"]] == ["counting", "colour", "refused though it can be answered"]
     assert [score["of"] for score in found["scores"]] == [5, 5, 10]
     assert "blind" in shown and found["preset"] == "colours" and found["unseen"] is False
+
+
+def test_things_are_those_of_a_recipe(run, monkeypatch):
+    names = sorted(set(shapes().table.names))[:4]
+    sources = {
+        "some": ScenesConfig(atlas="-", preset="plain", scene={"names": names}),
+        "all": ScenesConfig(atlas="-", preset="plain"),
+    }
+    monkeypatch.setattr("vitrail.recipe.read", lambda name: SimpleNamespace(sources=sources))
+    asked = ("questions", "--preset", "plain", "--kinds", "existence_random", "--count", 3, "--sizes", 0.3, 0.4)
+    found, _ = run(*asked, "--names", "mine:some")
+    assert found["names"] == names and found["sizes"] == [0.3, 0.4]
+    for wrong, said in (("mine:any", "no scenes 'any'"), ("mine:all", "name no things"), ("mine", "RECIPE:SOURCE")):
+        with pytest.raises(ConfigError, match=said):
+            run(*asked, "--names", wrong)
 
 
 def test_stress(run, monkeypatch):

@@ -95,6 +95,15 @@ def test_two_that_have_learnt_nothing_are_not_called_alike():
     assert judge(loss, values([10.4] * 3, [10.4] * 3)).blind == ["x", "y"]
 
 
+def test_no_claim_about_a_vision_language_model_is_decided_by_blind_ones():
+    for one in claims().values():
+        if one.name.startswith("vlm-"):
+            assert one.floor is not None, one.name
+            three = dict.fromkeys(range(3), one.floor)
+            blind = {(name, one.test, one.score): three for name in (one.first, one.second)}
+            assert judge(one, blind).verdict == "undecided", one.name
+
+
 def test_small_losses_are_told():
     assert claim("vlm-gates").range == "> −0.0010 nats and < 0.0010 nats"
 

@@ -11,8 +11,8 @@ from vitrail.backbones.fusion import CrossConfig, PrefixConfig, picture_plan
 from vitrail.connectors import FusedConfig, ProjectorConfig, QFormerConfig, ResamplerConfig
 from vitrail.encoders.tiled import TiledViTConfig
 from vitrail.encoders.vit import ViTConfig
-from vitrail.errors import ConfigError, ImageError, StreamError
-from vitrail.hub import load, save
+from vitrail.errors import CheckpointError, ConfigError, ImageError, StreamError
+from vitrail.hub import load, save, to_hf
 from vitrail.models.looking import LookingVLM, LookingVLMConfig, Views
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
 from vitrail.stream import Batch, build, pack, split, words
@@ -272,3 +272,20 @@ def test_what_cannot_be_is_refused(change, why):
 def test_extra_ids_need_a_table_of_their_own(more):
     with pytest.raises(ConfigError, match="extra ids"):
         decoder(**more)
+
+
+@pytest.mark.parametrize("kind", ["idefics", "patches"])
+def test_places_begin_with_nothing_and_are_kept(kind, tmp_path):
+    """With the tower's CLS and without, looked at as they are or through a connector."""
+    plain, placed = model(kind), LookingVLM(KINDS[kind].with_(place=True)).eval()
+    assert placed.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["place.table"]
+    views, asked = pictures(kind, 2), batch("a×b", "×cd")
+    assert torch.equal(plain(asked, views), placed(asked, views))
+    torch.nn.init.normal_(placed.place.table)
+    assert not torch.allclose(plain(asked, views), placed(asked, views), atol=1e-4)
+    save(placed, tmp_path)
+    assert torch.equal(load(tmp_path)(asked, views), placed(asked, views))
+    with pytest.raises(CheckpointError, match="learned places"):
+        to_hf(placed, tmp_path / "hf")
+    with pytest.raises(ConfigError, match="where its tiles lie"):
+        LLAMA.with_(place=True)

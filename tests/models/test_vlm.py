@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from helpers import randomize
+from vitrail import hub
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig, PrefixConfig
 from vitrail.connectors import (
@@ -22,7 +23,7 @@ from vitrail.connectors import (
 from vitrail.encoders.packed import PackedViTConfig
 from vitrail.encoders.towers import TowerConfig, TowersConfig
 from vitrail.encoders.vit import ViTConfig
-from vitrail.errors import ConfigError, ImageError, StreamError
+from vitrail.errors import CheckpointError, ConfigError, ImageError, StreamError
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
 from vitrail.processing.resolution import HD9, AnyRes, Letterbox, NaFlex, Naive, Native
@@ -133,6 +134,41 @@ def test_pictures_of_their_own_size(stacked):
         rules=Rules(positions="qwen3-vl"),
     )
     packed_is_alone(made(config), pictures((30, 50), (24, 16), (9, 33)))
+
+
+@pytest.mark.parametrize("case", ["naive", "anyres", "prefix", "towers"])
+def test_places_begin_with_nothing_and_are_kept(case, tmp_path):
+    """A table of zeros changes nothing; a learned one is added to each feature of each view, saved and loaded."""
+    config = VLMConfig(**WHOLE, prefix=case == "prefix")
+    if case == "anyres":
+        config = config.with_(policy=POLICIES["anyres"], newline=True)
+    if case == "towers":
+        towers = TowersConfig(towers=(TowerConfig(vit=TOWER), TowerConfig(vit=TOWER)), image=24)
+        config = config.with_(tower=towers, connector=ProjectorConfig(reads=32, gives=32))
+    plain, placed = made(config), VLM(config.with_(place=True)).eval()
+    missing = placed.load_state_dict(plain.state_dict(), strict=False).missing_keys
+    assert missing == ["place.table"] and not placed.place.table.any()
+    images = pictures((30, 50), (24, 24))
+    shown = plain.prepare(images)
+    mine = samples(plain, shown.shapes)
+    batch = pack(mine, sum(map(len, mine)))
+    assert torch.equal(plain(batch, shown), placed(batch, shown))
+    torch.nn.init.normal_(placed.place.table)
+    assert not torch.allclose(plain(batch, shown), placed(batch, shown), atol=1e-3)
+    difference = placed.features(shown.pixels) - plain.features(shown.pixels)  # (V, N, D)
+    assert torch.allclose(difference, placed.place.table.expand_as(difference), atol=1e-5)
+    packed_is_alone(placed, images)
+    hub.save(placed, tmp_path)
+    assert torch.equal(hub.load(tmp_path)(batch, shown), placed(batch, shown))
+
+
+def test_places_are_not_exported_and_need_one_grid(tmp_path):
+    with pytest.raises(CheckpointError, match="learned places"):
+        hub.to_hf(VLM(VLMConfig(**WHOLE, place=True)), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    merger = MergerConfig(reads=16, gives=32, order="blocks")
+    with pytest.raises(ConfigError, match="any grid"):
+        VLMConfig(tower=PACKED, connector=merger, decoder=TURNED, policy=Native(patch=4), place=True)
 
 
 def test_a_prefix_is_read_along():

@@ -124,7 +124,7 @@ def small(name: str) -> recipe.Recipe:
         key: shrunk(source) | {"atlas": "-"} for key, source in plain["sources"].items() if key in ("scenes", "unseen")
     }
     for vendor, source in zip(("left", "right"), plain["sources"].values(), strict=False):
-        source["scene"] = source["scene"] | {"vendors": [vendor], "inside": 0.0, "word": 0.0}
+        source["scene"] = source["scene"] | {"vendors": [vendor], "names": [], "inside": 0.0, "word": 0.0}
     for stage in plain["stages"]:
         questions = min(2, stage["settings"]["questions"])
         stage |= {"mixture": {"weights": {"scenes": 1}}, "steps": 2, "batch": 4, "schedule": {"kind": "constant"}}
@@ -438,7 +438,7 @@ def test_a_frozen_tower_runs_forward_alone(atlas, words, pages):
     legs = {name: leg.flops for name, leg in task.model.legs(task.rows.work(4)).items()}
     assert task.flops(batch) == sum(legs.values())
     assert task.step_flops(batch) == legs["tower"] + 3 * legs["connector"] + 3 * legs["decoder"]
-    choose_trainable(task.model, ("connector",))
+    choose_trainable(task.model, ("connector", "place"))
     assert task.step_flops(batch) == legs["tower"] + 3 * legs["connector"] + 2 * legs["decoder"]
     choose_trainable(task.model, ("*",))
     assert task.step_flops(batch) == 3 * sum(legs.values())
@@ -512,6 +512,16 @@ def test_arms_of_a_sweep_have_as_many_tokens_and_samples():
         assert len(rows) == 1
 
 
+def test_short_trainings_and_their_exams_are_of_a_hundred_things():
+    scenes = {name: source.asked() for name, source in recipe.read("untested/mini-vlm-short").sources.items()}
+    assert len(set(scenes["scenes"].names)) == 100 and scenes["scenes"].names == scenes["unseen"].names
+    for name in ("vlm", "vlm-queries", "vlm-towers"):
+        for words in sweeps.read(name).tests.values():
+            at = words.index("--names") + 1
+            assert words[at] == "untested/mini-vlm-short:unseen"
+            assert tuple(map(float, words[at + 2 : at + 4])) == scenes["unseen"].sizes
+
+
 def test_a_sweep_starts_from_packages_and_refuses_what_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="tower starts from out/qlip-scenes/final"):
@@ -583,7 +593,7 @@ def test_the_log_shows_useful_tokens_the_tower_s_work_and_the_wait(atlas, monkey
         spent = task.told / row["tokens_per_s"]
         assert 4 * task.rows.before < task.told < 4 * (task.rows.before + task.settings.length)
         batch = {"scenes": torch.arange(4)}
-        choose_trainable(task.model, ("connector",) if stage == "align" else ("connector", "decoder"))
+        choose_trainable(task.model, ("connector", "place", *(() if stage == "align" else ("decoder",))))
         assert row["mfu"] == pytest.approx(task.step_flops(batch) / spent / 1e9)
         legs = task.model.legs(task.rows.work(4, round(4 * task._learnt)))
         assert task.step_flops(batch) > legs["tower"].flops + 2 * legs["decoder"].flops and legs["tower"].flops > 0

@@ -25,6 +25,8 @@ def questions(
     preset: str = "mixed",
     kinds: Annotated[tuple[str, ...], Parameter(negative="")] = KINDS,
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
+    names: str = "",
+    sizes: tuple[float, float] | None = None,
     scenes: Scenes = SCENES,
     common: Common = COMMON,
 ) -> None:
@@ -40,6 +42,10 @@ def questions(
         Of questions; may be repeated.
     unseen
         Ask in paraphrases that training never uses.
+    names
+        Which things appear: those of a recipe's scenes, as RECIPE:SOURCE. All unless said.
+    sizes
+        Of things, from … to, in shares of the picture's side; the preset's unless said.
     """
     from vitrail.data.scenes.config import PRESETS
     from vitrail.evals.suites.talking import answered
@@ -47,10 +53,30 @@ def questions(
     check_kinds(kinds)
     if preset not in PRESETS:
         raise ConfigError(f"there are no scenes {preset!r}", nearest(preset, PRESETS))
+    changes: dict[str, object] = {"names": _names(names)} if names else {}
+    if sizes is not None:
+        changes["sizes"] = sizes
     reader = open_reader(model, common)
-    source, words = scenes_of(preset, scenes, reader.side)
+    source, words = scenes_of(preset, scenes, reader.side, changes)
     scores = answered(reader.answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch)
-    tell("questions", model, {"preset": preset, "unseen": unseen} | asdict(scenes), scores, common)
+    tell("questions", model, {"preset": preset, "unseen": unseen} | asdict(scenes) | changes, scores, common)
+
+
+def _names(asked: str) -> list[str]:
+    """Of the things that a recipe's scenes show."""
+    from vitrail import recipe
+    from vitrail.data.scenes.source import ScenesConfig
+
+    name, _, source = asked.rpartition(":")
+    if not name:
+        raise ConfigError(f"--names {asked} says no recipe", "write RECIPE:SOURCE")
+    sources = {key: one for key, one in recipe.read(name).sources.items() if isinstance(one, ScenesConfig)}
+    if source not in sources:
+        raise ConfigError(f"recipe {name!r} has no scenes {source!r}", nearest(source, sources))
+    found = sources[source].asked().names
+    if not found:
+        raise ConfigError(f"the scenes {source!r} of {name!r} name no things: they show all", "leave --names out")
+    return list(found)
 
 
 def stress(

@@ -106,6 +106,11 @@ def to_hf(
     it, or, if it was made here, how ours is shown pictures.
     """
     folder = Path(folder)
+    if getattr(model.config, "place", False):
+        raise CheckpointError(
+            "no Hugging Face family adds learned places to its tower's features (model.config.place)",
+            "keep it in our format (hub.save), or train it without",
+        )
     rows = {name: row for name, row in FAMILIES.items() if row.model is type(model) and row.fits(model.config)}
     if family is not None and family not in rows:
         raise CheckpointError(

@@ -24,8 +24,9 @@ RULE = (
     "The effect is the first variant's score less the second's, seed by seed; its interval is Student's of 95 % over "
     "seeds. A claim names the range that the effect lies in. It holds if the whole interval is inside that range, it "
     f"does not hold if the whole interval is outside, and it is undecided otherwise, with fewer than {SEEDS} seeds, "
-    "or where a seed's effect is no finite number. A claim that two variants are alike has a floor, by a margin better "
-    "than a blind guess, and is undecided unless both are better than that: two that have learnt nothing are alike too."
+    "or where a seed's effect is no finite number. A claim with a floor, by a margin better than a blind guess, is "
+    "undecided unless both variants are better than that: two that have learnt nothing tell nothing. One that two are "
+    "alike must have a floor."
 )
 Verdict = Literal["holds", "does not hold", "undecided"]
 

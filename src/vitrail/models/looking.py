@@ -23,7 +23,7 @@ from vitrail.encoders.tiled import TiledViT, TiledViTConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import ConfigError, ImageError, StreamError
 from vitrail.models import seeing
-from vitrail.nn import KVCache, Plan, Work, cost
+from vitrail.nn import KVCache, LearnedPositions, Plan, Work, cost
 from vitrail.processing.canvas import Canvas
 from vitrail.processing.images import NORMS, to_array
 from vitrail.processing.resolution import Crop, Letterbox, Naive
@@ -40,6 +40,7 @@ class LookingVLMConfig(Config):
     joined     words after pictures that stand side by side see all of them (Llama-3.2-V), or the last one alone
     layer      of a ViT whose features are read; the last, with its norm, unless given
     prefix     whether a ViT's CLS and registers are read along with the patches (Idefics); a tiled tower's CLS is
+    place      whether a learned row for each place of a picture is added to a ViT's features; it starts at zero
     policy     how a picture of any size is fitted to the tower; unless given, on a canvas of tiles, or squashed
     mean, std  of the pixels, channel by channel
     """
@@ -51,6 +52,7 @@ class LookingVLMConfig(Config):
     joined: bool = False
     layer: int | None = None
     prefix: bool = False
+    place: bool = False
     policy: LookingPolicy | None = None
     mean: tuple[float, ...] = NORMS["clip"].mean
     std: tuple[float, ...] = NORMS["clip"].std
@@ -72,6 +74,8 @@ class LookingVLMConfig(Config):
             depth_of(self.layer, self.tower.layers)  # refuses a layer that is not there
         elif self.layer is not None or self.prefix:
             raise ConfigError("layer and prefix choose among the tokens of a ViT", "a tiled tower has `taps`")
+        elif self.place:
+            raise ConfigError("a tiled tower says itself where its tiles lie", "leave place out")
         if self.policy is not None:
             self._check_policy(self.policy)
 
@@ -127,6 +131,11 @@ class LookingVLM(nn.Module):
         super().__init__()
         self.config = config
         self.tower = TiledViT(config.tower) if isinstance(config.tower, TiledViTConfig) else ViT(config.tower)
+        self.place = None
+        if config.place and isinstance(config.tower, ViTConfig):
+            side, lead = config.tower.side, config.tower.prefix if config.prefix else 0
+            self.place = LearnedPositions((side, side), config.tower.block.width, lead)
+            nn.init.zeros_(self.place.table)
         self.connector = None if config.connector is None else make_connector(config.connector)
         self.decoder = Decoder(config.decoder)
 
@@ -153,13 +162,19 @@ class LookingVLM(nn.Module):
         else:
             if pictures.ratios:
                 raise ImageError("ratios of tiles for a tower that reads whole pictures", "leave them out")
-            read = self.tower.tokens if self.config.prefix else self.tower
-            features = read(pictures.pixels, layer=self.config.layer)  # (P, N, ·)
+            features = self.features(pictures.pixels)  # (P, N, ·)
             counts = [features.shape[1]] * len(features)
         if self.connector is not None:
             features = self.connector(features, counts)
             counts = [self.connector.config.tokens(count) for count in counts]
         return [one[:count] for one, count in zip(features, counts, strict=True)]
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Pictures (P, C, H, W) → what a ViT makes of them, each at its place where these are learned (P, N, ·)"""
+        assert isinstance(self.tower, ViT)
+        read = self.tower.tokens if self.config.prefix else self.tower
+        found = read(pixels, layer=self.config.layer)
+        return found if self.place is None else found + self.place(*self.place.grid)
 
     def hidden(self, batch: Batch, pictures: Views | None = None, *, cache: KVCache | None = None) -> Tensor:
         """What the head reads, (B, L, width). With a cache every row is one sample, from its first token on; the words
@@ -257,7 +272,7 @@ class LookingVLM(nn.Module):
 
     def legs(self, work: Work) -> dict[str, seeing.Leg]:
         """The parts, each with its work."""
-        connectors = [] if self.connector is None else [self.connector]
+        connectors = [part for part in (self.connector, self.place) if part is not None]
         return seeing.make_legs(work, self.tower, connectors, self.decoder, layer=self.config.layer)
 
 

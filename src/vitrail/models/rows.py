@@ -154,7 +154,5 @@ def mark_of(model: SeeingModel) -> int:
 
 def _features(model: LookingVLM, pixels: Tensor) -> Tensor:
     """(B, C, S, S) → what is looked at (B, N, D)"""
-    tower = model.tower
-    read = tower.tokens if model.config.prefix else tower
-    features = read(pixels, layer=model.config.layer)  # pyrefly: ignore
+    features = model.features(pixels)
     return features if model.connector is None else model.connector(features)

@@ -23,7 +23,7 @@ from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import ConfigError, ImageError
 from vitrail.models import seeing
 from vitrail.models.vlm_config import Shape, TowerConfig, VLMConfig
-from vitrail.nn import KVCache, Work, cost, small
+from vitrail.nn import KVCache, LearnedPositions, Work, cost, small
 from vitrail.processing.cut import Cut
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import to_array
@@ -55,6 +55,11 @@ class VLM(nn.Module):
         super().__init__()
         self.config = config
         self.tower = _make_tower(config.tower)
+        self.place = None
+        if config.place:
+            grid = config.policy.cut(1, 1).views[0].grid  # which all views have
+            self.place = LearnedPositions((grid.h, grid.w), config.width, config.lead)
+            nn.init.zeros_(self.place.table)
         self.connector = make_connector(config.connector)
         taps = config.tower.taps if isinstance(config.tower, PackedViTConfig) else ()
         self.stack = nn.ModuleList([make_connector(config.stack) for _ in taps if config.stack is not None])
@@ -109,10 +114,12 @@ class VLM(nn.Module):
         return Seen([self._read(mine, cut) for mine, cut in zip(_by_cut(soft, cuts), cuts, strict=True)], [])
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Views (V, C, H, W) → what the tower makes of them (V, N, D)"""
+        """Views (V, C, H, W) → what the tower makes of them, each at its place where these are learned (V, N, D)"""
         if isinstance(self.tower, ViT):
-            return (self.tower.tokens if self.config.prefix else self.tower)(pixels, layer=self.config.layer)
-        return self.tower(pixels)
+            found = (self.tower.tokens if self.config.prefix else self.tower)(pixels, layer=self.config.layer)
+        else:
+            found = self.tower(pixels)
+        return found if self.place is None else found + self.place(*self.place.grid)
 
     def _read(self, soft: Tensor, cut: Cut) -> Tensor:
         """The soft tokens (views, M, W) of one picture in the order they are read, newlines aside: (M', W)"""
@@ -195,7 +202,7 @@ class VLM(nn.Module):
     def legs(self, work: Work) -> dict[str, seeing.Leg]:
         """The parts, each with its work."""
         loose = [] if self.newline is None else [self.newline]
-        connectors = [self.connector, *self.stack]
+        connectors = [self.connector, *self.stack, *([] if self.place is None else [self.place])]
         more: dict[str, Any] = {"layer": self.config.layer, "loose": loose, "queries": self.queries}
         return seeing.make_legs(work, self.tower, connectors, self.decoder, **more)
 

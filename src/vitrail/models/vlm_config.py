@@ -32,6 +32,8 @@ class VLMConfig(Config):
     mean, std  of the pixels, channel by channel
     layer      of the tower whose features are read (LLaVA: −2); the last, with its norm, unless given
     prefix     whether CLS and registers are read along with the patches
+    place      whether a learned row for each place of a view, zero at first, is added to the tower's features: else
+               only what the tower kept of it says in which column a token stands
     stack      what makes soft tokens of the tower's taps, one connector each (DeepStack)
     queries    what condenses the connector's tokens, together with the questions asked about them (token scaling)
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
@@ -48,6 +50,7 @@ class VLMConfig(Config):
     std: tuple[float, ...] = NORMS["clip"].std
     layer: int | None = None
     prefix: bool = False
+    place: bool = False
     stack: AnyConnectorConfig | None = None
     queries: FusedConfig | None = None
     newline: bool = False
@@ -109,6 +112,8 @@ class VLMConfig(Config):
                 f"set policy.{wrong[0]} = {self._tower(wrong[0])}",
             )
         if isinstance(self.tower, PackedViTConfig):
+            if self.place:
+                raise ConfigError("a packed tower reads pictures of any grid, and places are of one", "leave place out")
             for name, connector in (("connector", self.connector), ("stack", self.stack)):
                 if connector is not None and not _reads_blocks(connector, self.tower.merge):
                     raise ConfigError(
@@ -174,8 +179,12 @@ class VLMConfig(Config):
 
     def laid(self, grid: Grid) -> Grid | int:
         """How the features of a view lie: in its grid, or in no grid where a prefix stands before them."""
-        lead = self.tower.prefix if self.prefix and isinstance(self.tower, ViTConfig) else 0
-        return lead + grid.patches if lead else grid
+        return self.lead + grid.patches if self.lead else grid
+
+    @property
+    def lead(self) -> int:
+        """Tokens of the tower that are read before a view's patches."""
+        return self.tower.prefix if self.prefix and isinstance(self.tower, ViTConfig) else 0
 
     def part(self, shape: Shape, **more: Any) -> Part:
         """The place of a picture, or of a video (a grid of several frames), in a stream."""

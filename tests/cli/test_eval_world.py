@@ -43,16 +43,18 @@ def test_world(run, home, tmp_path):
     small = ("--part", "all", "--length", 16, "--frames", 8, "--steps", 1, "--count", 6)
     found, shown = run("world", "model", "--data", home / "curtain", *small, "--sheet", tmp_path / "sheet.png")
     names = [score["name"] for score in found["scores"]]
-    assert names[:5] == [
+    assert names[:6] == [
         "codec psnr",
         "still psnr@4",
         "Δpsnr@4",
         "purity of latent actions",
+        "left told from right by latent actions",
         "actions read back from frames",
     ]
     fvd = names.count("FVD, FD-pixels4"), names.count("FVD, FD-pixels4, to other videos")
     assert names.count("psnr") == names.count("psnr@4") == 1 and fvd == (1, 1)
-    assert found["scores"][3]["beside"]["majority"] > 0 and found["network"] == "FD-pixels4"
+    assert found["scores"][3]["beside"]["majority"] > 0 and found["scores"][4]["beside"] == {"chance": 0.5}
+    assert found["network"] == "FD-pixels4"
     assert "real clips" in shown.out and Image.open(tmp_path / "sheet.png").width > 300
     back = [score for score in found["scores"] if "comes back" in score["name"]]
     assert bool(back) != ("permanence is not measured" in shown.err)

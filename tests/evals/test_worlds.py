@@ -5,6 +5,7 @@ import torch
 
 import worlds
 from vitrail.errors import DataError
+from vitrail.evals.metrics.worlds import SIDES
 from vitrail.evals.suites import worlds as suite
 from vitrail.generate.rollout import Rolling
 
@@ -16,11 +17,13 @@ def shown(count=6, frames=6):
 
 def test_a_report_has_every_measure_and_is_the_same_again():
     model, (video, controls) = worlds.genie(), shown()
-    one, two = (suite.judge_world(model, video, controls, Rolling(steps=2)) for _ in range(2))
+    one, two = (suite.judge_world(model, video, controls, Rolling(steps=2), names=SIDES) for _ in range(2))
     assert str(one) == str(two)
     assert [e.name for e in (one.codec, one.still, one.control)] == ["codec psnr", "still psnr@4", "Δpsnr@4"]
     assert len(one.drift) == 5 and one.purity.of == 30
-    assert "purity" in str(one) and suite.judge_world(model, video, None, Rolling(steps=1)).purity is None
+    assert one.sides.of == 6 and "left from right" in str(one)
+    assert "purity" in str(one) and suite.judge_world(model, video, controls, Rolling(steps=1)).sides is None
+    assert suite.judge_world(model, video, None, Rolling(steps=1)).purity is None
 
 
 def test_a_world_that_follows_the_truth_gains_by_it(monkeypatch):

@@ -11,10 +11,11 @@ from vitrail.errors import CheckpointError, ConfigError, DataError
 if TYPE_CHECKING:
     import torch
 
+    from vitrail.data.episodes.episode import Manifest
     from vitrail.evals.metrics.estimate import Estimate
     from vitrail.evals.metrics.frechet import Network
-    from vitrail.evals.metrics.worlds import Purity
     from vitrail.evals.shares import Score
+    from vitrail.evals.suites.worlds import WorldReport
     from vitrail.generate.rollout import Rolling
     from vitrail.models.genie import Genie
 
@@ -80,17 +81,17 @@ def world(
     loaded = hub.load(model, device=device_of(common))
     if not isinstance(loaded, Genie):
         raise CheckpointError(f"{model} is a {type(loaded).__name__}, not a world model", "give a Genie")
-    video, controls, labels, named = _videos(data, part, count, length)
+    video, controls, labels, manifest = _videos(data, part, count, length)
     if tuple(video.shape[-2:]) != loaded.codec.size:
         raise DataError(f"{data} has frames of {tuple(video.shape[-2:])}", f"the model's are {loaded.codec.size}")
     known = controls if not controls.is_floating_point() else None
     rolling = Rolling(steps=steps[0], sampling=Sampling(temperature=temperature))
-    near = judge_world(loaded, video, known, rolling, seed=seed)
+    near = judge_world(loaded, video, known, rolling, names=manifest.actions.names, seed=seed)
     actions = known if loaded.latent is None else loaded.infer(loaded.codec.pixels(video)).cpu()
     assert actions is not None
     far = judge_far(loaded, video, actions, _network(network), rolling, frames=frames, seed=seed)
     scores = [_points(near.codec), _points(near.still), _points(near.control)]
-    scores += _meaning(near.purity, far.read, actions, known, loaded)
+    scores += _meaning(near, far.read, actions, known, loaded)
     for one in far.strayed:
         scores += [] if one.psnr is None else [_points(one.psnr, "psnr", at=one.at)]
     apart, chance = {"the videos' first clips": far.apart.value}, {"real clips": far.chance.value}
@@ -101,8 +102,8 @@ def world(
         speed = {"frames a second, one world": pace.fps}
         scores += [_points(pace.psnr, steps=pace.steps, beside=speed), _points(pace.control, steps=pace.steps)]
     hidden: list[Score] = []
-    if labels is not None and thing in named:
-        hidden = _permanence(loaded, video, labels, actions, named.index(thing), thing, rolling, seed)
+    if labels is not None and thing in manifest.labels:
+        hidden = _permanence(loaded, video, labels, actions, manifest.labels.index(thing), thing, rolling, seed)
     settings = {"data": str(data), "part": part, "videos": len(video), "length": length, "frames": frames, "seed": seed}
     settings |= {"steps": steps, "temperature": temperature, "network": far.apart.name}
     said = "" if hidden else f"no {thing} was seen to go out of sight and come back: permanence is not measured"
@@ -113,9 +114,9 @@ def world(
 
 def _videos(
     data: Path, part: Literal["train", "test", "all"], count: int, length: int
-) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[str, ...]]":
-    """uint8 (B, T, C, H, W), what was done (B, T − 1), what every pixel shows (B, T, H, W), and the names of that; one
-    window an episode, anywhere in it."""
+) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Manifest]":
+    """uint8 (B, T, C, H, W), what was done (B, T − 1), what every pixel shows (B, T, H, W), and what has the names of
+    both; one window an episode, anywhere in it."""
     import numpy as np
     import torch
 
@@ -133,7 +134,7 @@ def _videos(
             taken.setdefault(source.place(item)[0], item)
     windows = [source[item] for item in sorted(taken.values())]
     made = {name: torch.from_numpy(np.stack([window[name] for window in windows])) for name in fields}
-    return made["frames"].movedim(-1, 2), made["actions"], made.get("labels"), manifest.labels
+    return made["frames"].movedim(-1, 2), made["actions"], made.get("labels"), manifest
 
 
 def _network(name: str) -> "Network":
@@ -150,7 +151,7 @@ def _points(found: "Estimate", name: str | None = None, beside: dict[str, float]
 
 
 def _meaning(
-    pure: "Purity | None",
+    near: "WorldReport",
     read: "Estimate | None",
     actions: "torch.Tensor",
     known: "torch.Tensor | None",
@@ -160,12 +161,15 @@ def _meaning(
     from vitrail.evals.metrics.estimate import estimate
     from vitrail.evals.shares import Score
 
-    found = []
+    found, pure, sides = [], near.purity, near.sides
     if pure is not None and known is not None:
         right = (pure.meaning[actions] == known).float().mean(1)
         by_video = estimate("purity", right)
         beside = {"majority": pure.majority}
         found.append(Score("purity of latent actions", pure.value, by_video.interval, by_video.of, beside))
+    if sides is not None:
+        title = "left told from right by latent actions"
+        found.append(Score(title, sides.value, sides.interval, sides.of, {"chance": 0.5}))
     if read is not None:
         chance = {"chance": 1 / model.actions}
         found.append(Score("actions read back from frames", read.value, read.interval, read.of, chance))

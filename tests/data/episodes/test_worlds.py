@@ -1,5 +1,6 @@
 """Simulators of others: asked through a pipe, the same every time, and PushT drawn as its own simulator draws it."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -99,6 +100,19 @@ def test_every_policy_keeps_to_what_can_be_done(name):
         elif named != "seeker":  # which goes by what it sees
             same = (actions[1:] == actions[:-1]).mean()
             assert len(np.unique(actions)) > 2 and same > 1 / len(np.unique(actions)) + 0.1  # it sticks
+
+
+def test_who_strolls_goes_both_ways_seldom_jumps_and_often_changes_his_mind():
+    def shares(named):
+        policy, names = WORLDS["coinrun"].policies[named](np.random.default_rng(0)), WORLDS["coinrun"].actions.names
+        done = [names[int(policy.act({}))] for _ in range(4000)]
+        same = np.mean([a == b for a, b in itertools.pairwise(done)])
+        return {word: np.mean([word in name for name in done]) for word in ("left", "right", "up")} | {"same": same}
+
+    strolling, onward = shares("strolling"), shares("onward")
+    assert 0.6 < strolling["left"] / strolling["right"] < 0.9 and onward["left"] < onward["right"] / 2
+    assert strolling["up"] < 0.2 < 0.4 < onward["up"] and strolling["same"] < onward["same"]
+    assert next(iter(WORLDS["coinrun"].policies)) == "onward"  # what was recorded unless told stays what it is
 
 
 # ---- PushT's pictures -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 import worlds
 from vitrail.errors import DataError
-from vitrail.evals.metrics.worlds import delta_psnr, drift, purity
+from vitrail.evals.metrics.worlds import delta_psnr, drift, left_from_right, purity
 
 
 def frames(count, T):
@@ -50,6 +50,64 @@ def test_purity_of_the_truth_of_its_renaming_and_of_nothing():
     assert by_chance.majority <= by_chance.value < 0.65
 
 
+NAMES = ("left", "nothing", "right up", "upright", "left up", "right")  # the fourth is a word of its own
+
+
+def walked(videos=64, steps=24, weights=(3, 1, 1, 1, 1, 6)):
+    """Controls that go more to the right than to the left, and that stay a while"""
+    chance = torch.Generator().manual_seed(0)
+    fresh = torch.multinomial(torch.tensor(weights, dtype=torch.float), videos * steps // 2, True, generator=chance)
+    return fresh.view(videos, steps // 2).repeat_interleave(2, 1)
+
+
+def test_left_is_told_from_right_by_codes_that_are_the_controls_whatever_they_are_called():
+    controls = walked()
+    for codes in (controls, 5 - controls, torch.tensor([4, 0, 2, 2, 7, 2])[controls]):  # of the last, neither is right
+        found = left_from_right(codes, controls, NAMES)
+        assert (found.value, found.interval, found.of) == (1.0, (1.0, 1.0), 64)
+
+
+def test_codes_that_say_nothing_of_left_and_right_are_at_a_half():
+    controls = walked()
+    constant = left_from_right(torch.zeros_like(controls), controls, NAMES)
+    assert (constant.value, constant.interval) == (0.5, (0.5, 0.5))
+    even = walked(weights=(3, 1, 3, 1, 3, 3))
+    up = torch.tensor([0, 0, 1, 1, 1, 0])[even]
+    assert purity(up, even).value > purity(up, even).majority + 0.1  # which they may be though they say something
+    assert left_from_right(up, even, NAMES).value == pytest.approx(0.5, abs=0.05)
+    for seed in range(3):
+        codes = torch.randint(0, 8, controls.shape, generator=torch.Generator().manual_seed(seed))
+        found = left_from_right(codes, controls, NAMES)
+        assert found.interval[0] < 0.5 < found.interval[1] and found.value == pytest.approx(0.5, abs=0.05)
+
+
+def test_chance_gains_nothing_by_many_codes_of_few_steps():
+    """Told on the steps it was learned from, it would be nearly 1."""
+    controls, values = walked(8, 8), []
+    for seed in range(60):
+        codes = torch.randint(0, 64, controls.shape, generator=torch.Generator().manual_seed(seed))
+        values.append(left_from_right(codes, controls, NAMES).value)
+    assert torch.tensor(values).mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_left_from_right_by_hand():
+    names = ("left", "right")
+    controls = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    codes = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 2]])
+    # By the second video code 0 is left (1 of 1 against 1 of 3), 1 and 2 are right: in the first, 1 of 2 and 2 of 2.
+    # By the first code 0 is left, 1 is right, 2 is neither: in the second, 1 of 1 and 1 + 0 + ½ of 3.
+    found = left_from_right(codes, controls, names)
+    assert found.value == pytest.approx(((1 + 1) / 3 + (2 + 1.5) / 5) / 2) and found.of == 2
+
+
+def test_where_there_is_no_left_and_right_nothing_is_told():
+    controls = walked()
+    assert left_from_right(controls, controls, ("a", "b", "c", "d", "e", "f")) is None
+    assert left_from_right(controls[:1], controls[:1], NAMES) is None  # nothing to learn it from
+    onward = torch.full((4, 3), 5)
+    assert left_from_right(onward, onward, NAMES) is None
+
+
 def test_drift_falls_as_a_rollout_leaves_the_truth():
     video, _ = frames(32, 6)
     noise = torch.randn(video.shape) * torch.arange(1, 7).view(-1, 1, 1, 1) * 4
@@ -67,5 +125,7 @@ def test_what_cannot_be_compared_is_refused():
         purity(torch.zeros(2).long(), torch.zeros(2))
     with pytest.raises(DataError, match="codes are numbers"):
         purity(torch.full((2,), -1), torch.zeros(2).long())
+    with pytest.raises(DataError, match="a name for every control"):
+        left_from_right(torch.zeros(2, 3).long(), torch.ones(2, 3).long(), ("left",))
     with pytest.raises(DataError, match="videos"):
         drift(torch.zeros(2, 3, 3, 4, 4), torch.zeros(2, 2, 3, 4, 4))

@@ -3,9 +3,11 @@
 B videos, T frames, C channels, H, W pixels, K codes, A controls, D features of a frame
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import DataError
@@ -14,6 +16,7 @@ from vitrail.evals.metrics.frechet import Network, features
 from vitrail.evals.metrics.similarity import psnr
 
 MOST = 60.0  # dB: what frames without a difference count as. An error of half a level in every byte is 54
+SIDES = ("left", "right")  # words of a control's name
 
 
 def decibels(true: Tensor, drawn: Tensor) -> Tensor:
@@ -57,6 +60,29 @@ def purity(codes: Tensor, controls: Tensor) -> Purity:
     counts = (codes.long() * A + controls).flatten().cpu().bincount(minlength=K * A).view(K, A)
     steps = int(counts.sum())
     return Purity(int(counts.amax(1).sum()) / steps, int(counts.sum(0).max()) / steps, steps, counts)
+
+
+def left_from_right(codes: Tensor, controls: Tensor, names: Sequence[str]) -> Estimate | None:
+    """How well codes (B, T) tell controls (B, T) to the left from those to the right, as their `names` say: the mean of
+    the shares of either that are told, 0.5 by chance however many codes there are. What a code stands for is learned
+    on every other video and told on those between; one that stands for neither is half right. None where half of the
+    videos have no steps to both sides."""
+    if codes.ndim != 2 or codes.shape != controls.shape or int(controls.max()) >= len(names):
+        wrong = f"codes {tuple(codes.shape)} and controls {tuple(controls.shape)} of {len(names)} names"
+        raise DataError(wrong, "give one of each a step of a video, and a name for every control")
+    to = torch.tensor([[side in name.split() for side in SIDES] for name in names], dtype=torch.float64)  # (A, 2)
+    steps = F.one_hot(codes.cpu()).double().mT @ to[controls.cpu()]  # (B, K, 2): how often a code met a side
+    totals = torch.stack([half.sum((0, 1)) for half in (steps[0::2], steps[1::2])])  # (2, 2)
+    if not totals.all():
+        return None
+    told = torch.empty_like(steps)
+    for half in (0, 1):
+        share = steps[1 - half :: 2].sum(0) / totals[1 - half]  # (K, 2)
+        told[half::2] = (share > share.flip(1)) + 0.5 * (share == share.flip(1))
+    hits, each = (steps * told).sum(1), steps.sum(1)  # (B, 2)
+    right = hits.sum(0) / each.sum(0)  # (2,)
+    # A value for every video: what all have, and how far this one moves it. Their mean is the share itself.
+    return estimate("left from right", (right + (hits - right * each) / each.mean(0)).mean(1))
 
 
 def drift(true: Tensor, drawn: Tensor) -> list[Estimate]:

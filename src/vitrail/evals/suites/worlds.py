@@ -3,6 +3,7 @@
 B videos, T frames, H, W pixels
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from vitrail.errors import DataError
 from vitrail.evals.metrics.estimate import Estimate, estimate
-from vitrail.evals.metrics.worlds import Purity, decibels, delta_psnr, drift, purity
+from vitrail.evals.metrics.worlds import Purity, decibels, delta_psnr, drift, left_from_right, purity
 from vitrail.generate.rollout import Rolling, roll
 from vitrail.models.genie import Genie
 
@@ -23,18 +24,26 @@ class WorldReport(NamedTuple):
     control: Estimate  # Δ_tPSNR
     drift: list[Estimate]  # PSNR of each frame after the first, by the actions that were taken
     purity: Purity | None  # of latent actions against true controls, where both are there
+    sides: Estimate | None  # left told from right by latent actions, where controls are called so
 
     def __str__(self) -> str:
-        lines = [*map(str, (self.codec, self.still, self.control, *self.drift))]
-        return "\n".join(lines + ([] if self.purity is None else [str(self.purity)]))
+        lines = (self.codec, self.still, self.control, *self.drift, self.purity, self.sides)
+        return "\n".join(str(line) for line in lines if line is not None)
 
 
 @torch.no_grad()
 def judge_world(
-    model: Genie, video: Tensor, controls: Tensor | None = None, rolling: Rolling | None = None, *, seed: int = 0
+    model: Genie,
+    video: Tensor,
+    controls: Tensor | None = None,
+    rolling: Rolling | None = None,
+    *,
+    names: Sequence[str] = (),
+    seed: int = 0,
 ) -> WorldReport:
-    """Videos uint8 (B, T, C, H, W) of more than `AT` frames and, where they are known, true controls (B, T − 1). Each
-    is rolled out from its first frame, by the actions that were taken and by random ones, with the same chance."""
+    """Videos uint8 (B, T, C, H, W) of more than `AT` frames and, where they are known, true controls (B, T − 1) and
+    their names. Each is rolled out from its first frame, by the actions that were taken and by random ones, with the
+    same chance."""
     B, T = video.shape[:2]
     if T <= AT:
         raise DataError(f"videos of {T} frames", f"control is measured {AT} frames after the first: give longer ones")
@@ -48,11 +57,15 @@ def judge_world(
     drawn = roll(model, video[:, 0], actions, rolling, seed=seed).to(video.device)
     strayed = roll(model, video[:, 0], other, rolling, seed=seed)[:, -1].to(video.device)
     kept = model.codec.bytes(model.codec.reconstruct(pixels)).to(video.device)
-    found = None if model.latent is None or controls is None else purity(actions, controls.to(actions.device))
+    pure = sides = None
+    if model.latent is not None and controls is not None:
+        pure = purity(actions, controls.to(actions.device))
+        sides = left_from_right(actions, controls, names) if names else None
     return WorldReport(
         estimate("codec psnr", decibels(video.flatten(0, 1), kept.flatten(0, 1)).view(B, T).mean(1)),
         estimate(f"still psnr@{AT}", decibels(video[:, AT], kept[:, 0])),
         estimate(f"Δpsnr@{AT}", delta_psnr(video[:, AT], drawn[:, AT - 1], strayed)),
         drift(video[:, 1:], drawn),
-        found,
+        pure,
+        sides,
     )

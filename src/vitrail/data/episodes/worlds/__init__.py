@@ -38,6 +38,9 @@ COINRUN = Choices(
     )
 )
 ONWARD = {"right": 4, "right up": 4, "left": 1, "left up": 1, "up": 1, "nothing": 1}  # weights
+# To and fro, mostly on the ground, to learn controls from: the view follows who jumps, and where that is often, the
+# picture's scrolling up and down is more of what there is to tell of a step than left and right are.
+STROLLING = {"right": 4, "left": 3, "nothing": 1, "right up": 0.8, "left up": 0.5, "up": 0.2}
 PUSHT = Dials(names=("x", "y"), low=(0, 0), high=(512, 512))
 DRIVE = Dials(names=("steer", "gas", "brake"), low=(-1, 0, 0), high=(1, 1, 1))
 DOOM = Choices(names=("nothing", "ahead", "left", "right", "ahead left", "ahead right"))
@@ -67,7 +70,11 @@ WORLDS: dict[str, World] = {
         licence="MIT",
         packages=("procgen-mirror==0.10.7", "numpy==1.26.4"),
         actions=COINRUN,
-        policies={"onward": sticky(COINRUN, ONWARD), "random": sticky(COINRUN)},
+        policies={
+            "onward": sticky(COINRUN, ONWARD),
+            "strolling": sticky(COINRUN, STROLLING, again=0.5),
+            "random": sticky(COINRUN),
+        },
         rate=15,
         steps=1000,
         side=64,

@@ -7,7 +7,7 @@ B rows, n tokens of the longest prompt, h × w codes, N = h·w, V vocabulary of 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ Progress = Callable[[int, int], Any]
 """codes that are drawn, of how many"""
 Watch = Callable[[Tensor, Tensor], Any]
 """ids (B, h, w) as they are, and which of them are yet hidden (B, h, w)"""
+
+
+class _Told(NamedTuple):
+    progress: Progress
+    watch: Watch
 
 
 class Drawing(Config):
@@ -86,7 +91,7 @@ def draw(
     model.eval()
     try:
         way = _one_by_one if model.config.order == "raster" else _by_and_by
-        return way(model, prompts, counts, ids, open_, drawing, progress, watch)
+        return way(model, prompts, counts, ids, open_, drawing, _Told(progress, watch))
     finally:
         model.train(mode)
 
@@ -118,14 +123,7 @@ def _codes(model: Unified, states: Tensor, drawing: Drawing, chance: Dice) -> tu
 
 
 def _by_and_by(
-    model: Unified,
-    prompts: Tensor,
-    counts: Tensor,
-    ids: Tensor,
-    open_: Tensor,
-    drawing: Drawing,
-    progress: Progress,
-    watch: Watch,
+    model: Unified, prompts: Tensor, counts: Tensor, ids: Tensor, open_: Tensor, drawing: Drawing, told: _Told
 ) -> Tensor:
     """Masked-parallel: all hidden codes are drawn in every pass, and the surest of them stay (MaskGIT)."""
     B, (h, w), twice = len(ids), ids.shape[1:], drawing.guidance != 1
@@ -141,20 +139,13 @@ def _by_and_by(
         noise = gumbel(chance.roll(h * w))
         sure = sure + drawing.wander * (1 - (step + 1) / drawing.steps) * noise.to(sure)
         hidden = hide_least(sure, hidden.flatten(1), left).view(B, h, w)
-        progress(int(h * w * B - left.sum()), h * w * B)
-        watch(ids, hidden)
+        told.progress(int(h * w * B - left.sum()), h * w * B)
+        told.watch(ids, hidden)
     return ids
 
 
 def _one_by_one(
-    model: Unified,
-    prompts: Tensor,
-    counts: Tensor,
-    ids: Tensor,
-    open_: Tensor,
-    drawing: Drawing,
-    progress: Progress,
-    watch: Watch,
+    model: Unified, prompts: Tensor, counts: Tensor, ids: Tensor, open_: Tensor, drawing: Drawing, told: _Told
 ) -> Tensor:
     """In raster order, with what was read and drawn kept in a cache."""
     B, (h, w), twice = len(ids), ids.shape[1:], drawing.guidance != 1
@@ -176,8 +167,8 @@ def _one_by_one(
         flat[:, i] = torch.where(fixed[:, i], flat[:, i], found[:, 0])
         x = model.token(flat[:, i : i + 1], places.view(-1)[i : i + 1], (h, w))
         x = torch.cat([x, x]) if twice else x
-        progress(i + 1, h * w)
-        watch(flat.view(B, h, w), open_ & (places > i))
+        told.progress(i + 1, h * w)
+        told.watch(flat.view(B, h, w), open_ & (places > i))
     return flat.view(B, h, w)
 
 

@@ -5,6 +5,7 @@ names that hold other names, things without a singular, frames, written words, u
 import pytest
 import torch
 
+from data.words.oracle import Oracle
 from vitrail.data.scenes import chance
 from vitrail.data.scenes.scene import COLOURS, GRID, Scenes, SpriteTable
 from vitrail.data.words import Words
@@ -91,6 +92,11 @@ def toy() -> SpriteTable:
 @pytest.fixture(scope="session")
 def words(toy) -> Words:
     return Words.of(toy, objects=8)
+
+
+@pytest.fixture(scope="session")
+def oracle(toy) -> Oracle:
+    return Oracle(toy)
 
 
 @pytest.fixture(scope="session")

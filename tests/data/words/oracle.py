@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from vitrail.data.words import templates
+from vitrail.data.words.templates import asked
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -283,7 +284,7 @@ class Oracle:
         assert options, question
         stem, *said = options.groups()
         if kind == "choice_object":
-            assert stem in templates._WHICH.train + templates._WHICH.test
+            assert stem in asked._WHICH.train + asked._WHICH.test
             right = [self.exists(objects, self.phrase("a", text)[1]) for text in said]
         else:
             open_kind = {"choice_count": "counting"}.get(kind, kind.removeprefix("choice_"))

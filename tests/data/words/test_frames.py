@@ -9,7 +9,7 @@ import torch
 from vitrail.data.scenes import backgrounds
 from vitrail.data.words import KINDS, Pieces, Words, ask, english
 from vitrail.data.words.frames import Frames, Group, Lexicon, Noun, Thing
-from vitrail.data.words.templates import CAPTIONS, FOLLOW_UPS, LOOSE, QUESTIONS
+from vitrail.data.words.templates import CAPTIONS, DRAWINGS, FOLLOW_UPS, LOOSE, QUESTIONS
 from vitrail.errors import ConfigError, TextError
 
 NOUNS = [Noun("dog", "dogs"), Noun("apple", "apples"), Noun('word "up"', 'words "up"', True), Noun("word", "words")]
@@ -107,13 +107,43 @@ def test_every_background_has_words():
     assert set(english.BACKGROUNDS) == set(backgrounds.NAMES)
 
 
-@pytest.mark.parametrize("kind", [*QUESTIONS, *CAPTIONS, *FOLLOW_UPS])
+ASKED = QUESTIONS | CAPTIONS | FOLLOW_UPS
+PROMPTS = {f"draw_{name}": kind for name, kind in DRAWINGS.items()}
+
+
+def bare(template):
+    """A wording without what hardly makes it another: case, articles, punctuation, and how a slot is put into words"""
+    text = re.sub(r"\{(?:\w+ )?(\w+)\}", r"\1", template.lower())
+    return " ".join(word for word in re.findall(r"\w+", text) if word not in ("a", "an", "the", "this"))
+
+
+@pytest.mark.parametrize("kind", [*ASKED, *PROMPTS])
 def test_enough_paraphrases_of_which_some_are_held_out(kind):
-    texts = (QUESTIONS | CAPTIONS | FOLLOW_UPS)[kind]
-    assert len(set(texts.train)) >= 6
-    assert len(set(texts.test)) >= 2
-    assert not set(texts.train) & set(texts.test)
-    assert not set(texts.answers) & set(texts.answers_test)
+    texts = (ASKED | PROMPTS)[kind]
+    assert len(set(map(bare, texts.train))) >= (14 if kind in ASKED else 8)
+    assert len(set(map(bare, texts.test))) >= (2 if kind in ASKED else 1)
+    assert not set(map(bare, texts.answers)) & set(map(bare, texts.answers_test))
+
+
+def test_no_kind_trains_on_what_any_kind_holds_out():
+    kinds = (ASKED | PROMPTS).values()
+    train, test = ({bare(text) for kind in kinds for text in getattr(kind, part)} for part in ("train", "test"))
+    assert not train & test
+
+
+@pytest.mark.parametrize("kind", [*ASKED, *LOOSE])
+def test_every_wording_is_filled_whatever_the_names(kind):
+    texts, pieces = (ASKED | LOOSE)[kind], Pieces()
+    wordings = (*texts.train, *texts.test)
+    forms = {"box": "07", "background": ["stripes", "checks"], "text": ["stop", "up"]}
+    frames = Frames(texts.train, texts.test, Lexicon(NOUNS, forms, groups=4), pieces)
+    every = torch.cartesian_prod(torch.arange(len(wordings)), torch.arange(len(NOUNS)), torch.arange(2))
+    template, noun, colour = every.unbind(1)
+    slots = {slot.partition(".")[0]: Thing(colour, noun) for slot in frames.slots if "." in slot}
+    slots |= {slot: torch.ones_like(template) for slot in frames.slots if "." not in slot}
+    for text, row in zip(pieces.read(frames.fill(template, **slots)), template.tolist(), strict=True):
+        assert not re.search(r"[{}]|  | [.,:?]", text), text
+        assert all(part in text for part in re.split(r" ?\{[^}]*\}", wordings[row])), text
 
 
 def test_held_out_templates_are_never_trained_on(words, scenes):

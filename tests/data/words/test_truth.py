@@ -8,17 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.words.oracle import Oracle, confusable
+from data.words.oracle import confusable
 from vitrail.data.words import DRAFTS, INVENTED, KINDS, ask, converse, matches, preference, prompt, swap
 from vitrail.data.words.templates import CAPTIONS, DRAWINGS, QUESTIONS, SWAPS
 
 SEEDS = st.integers(0, 2**31)
 MANY = 24
-
-
-@pytest.fixture(scope="session")
-def oracle(toy):
-    return Oracle(toy)
 
 
 def told(pieces, rows, valid):

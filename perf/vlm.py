@@ -2,12 +2,14 @@
 
     python perf/vlm.py --out results.json           # needs a CUDA device
     python perf/vlm.py --out results.json --tiny    # the same script with tiny models, on the CPU
+    python perf/vlm.py --out results.json --only qwen3_vl --peers 480 --way 160    # time for transformers to compile
 
 Qwen3-VL-2B's shape against transformers' best, and LLaVA-1.5-7B's against what the device allows: for the first token
 each part's products at 790 TFLOP/s or its bytes at the copy bandwidth of the same run, whichever takes longer; for
 every other token the weights read once. bf16, greedy, batch 1; both sides have the same random weights, in memory, and
 pixels and ids lie ready. `first` is a call that writes one token, `decode` what each of 256 more takes, on either side
 by its own `generate`; a bare forward pass counts as transformers' first token too. `step` is our captured step alone.
+Figures are written as they come, so that what was measured stays when the script is stopped.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,13 +186,21 @@ class TooLongError(Exception):
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
+    late = False
+
     def stop(*_: object) -> None:
+        nonlocal late
+        late = True
         raise TooLongError(f"over {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 5)  # again and again: it may be swallowed where it strikes
     try:
         yield
+    except Exception as error:
+        if late:  # a compiler that is stopped says that it failed
+            raise TooLongError(f"over {seconds:.0f} s") from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -246,24 +256,23 @@ def step(it: Pair, new: int, capacity: int) -> float:
 # ---- theirs -----------------------------------------------------------------------------------------------------
 
 
-def theirs(it: Pair, size: Size, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def theirs(it: Pair, size: Size, ways: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, float] | str]]:
     """Each way in a time of its own; one that fails is told, and costs nothing else."""
-    result: dict[str, Any] = {}
-    end = time.perf_counter() + size.peers_s
+    start = time.perf_counter()
     for name, way in ways.items():
-        left = min(size.way_s, end - time.perf_counter())
+        left = min(size.way_s, start + size.peers_s - (begun := time.perf_counter()))
         if left < 1:
-            result[name] = "no time was left"
+            yield name, "no time was left"
             continue
         try:
             with limit(left):
-                result[name] = _way(it, size.new, **way)
+                found: dict[str, float] | str = _way(it, size.new, **way)
         except Exception as error:  # whatever it is, the next way may work
-            result[name] = told(error)
+            found = told(error)
         finally:
             torch._dynamo.reset()
-        show(f"transformers, {name}", result[name])
-    return result
+        show(f"transformers, {name}, {time.perf_counter() - begun:.0f} s", found)
+        yield name, found
 
 
 def _way(
@@ -341,28 +350,42 @@ def best(result: dict[str, Any], *keys: str) -> float:
     return min(way[key] for way in result.values() if isinstance(way, dict) for key in keys if key in way)
 
 
-def row(family: str, config: Any, size: Size, copy: float, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+Save = Callable[[dict[str, Any]], object]
+
+
+def row(
+    family: str, config: Any, size: Size, copy: float, ways: dict[str, dict[str, Any]], save: Save = lambda _: None
+) -> dict[str, Any]:
+    """The figures of a model, which are saved as they come."""
     it = pair(family, config, size)
     result: dict[str, Any] = {"tokens": len(it.stream), "difference": difference(it)}
     show(family, result)
     allowed = max(LOGITS, 3 * result["difference"]["transformers"])
     if not result["difference"]["ours"] <= allowed:
         return result | {"wrong": f"logits differ by more than {allowed:.3g}: nothing was timed"}
-    with torch.no_grad():
-        result["ours"] = ours(it, size.new)
-        result["transformers"] = theirs(it, size, ways)
     result["floor"] = floors(it, size, copy)
+    with torch.no_grad():
+        result["ours"], result["transformers"] = ours(it, size.new), {}
+        save(result | ratios(result))
+        for name, found in theirs(it, size, ways):
+            result["transformers"][name] = found
+            save(result | ratios(result))
+    return result | ratios(result)
+
+
+def ratios(result: dict[str, Any]) -> dict[str, Any]:
+    """Ours to the floor and, where any way of transformers worked, the best of them to ours."""
     first, decode = best(result["ours"], "first_ms"), best(result["ours"], "decode_ms")
-    result["first"] = {"ours_to_floor": first / result["floor"]["first_ms"]}
-    result["decode"] = {"share_of_bandwidth": result["floor"]["decode_ms"] / decode}
+    found = {
+        "first": {"ours_to_floor": first / result["floor"]["first_ms"]},
+        "decode": {"share_of_bandwidth": result["floor"]["decode_ms"] / decode},
+    }
     if "step_ms" in result["ours"]:
-        result["decode"]["step_share_of_bandwidth"] = result["floor"]["decode_ms"] / result["ours"]["step_ms"]
-    try:
-        result["first"]["speedup"] = best(result["transformers"], "first_ms", "forward_ms") / first
-        result["decode"]["speedup"] = best(result["transformers"], "decode_ms") / decode
-    except ValueError:  # every way of transformers failed, by a name that is printed
-        pass
-    return result
+        found["decode"]["step_share_of_bandwidth"] = result["floor"]["decode_ms"] / result["ours"]["step_ms"]
+    with suppress(ValueError):  # every way failed, by a name that is printed
+        found["first"]["speedup"] = best(result["transformers"], "first_ms", "forward_ms") / first
+        found["decode"]["speedup"] = best(result["transformers"], "decode_ms") / decode
+    return found
 
 
 def told(error: Exception) -> str:
@@ -379,22 +402,32 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=["llava", "qwen3_vl"], help="one of the two models")
     parser.add_argument("--peers", type=float, help="seconds for transformers' ways of a model, all together")
+    parser.add_argument("--way", type=float, help="and for one of them: all of these unless given")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="some of Qwen3-VL's ways, in place of all")
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
         parser.error("no CUDA device: --tiny runs on the CPU")
     size, copy = TINY if arguments.tiny else FULL, bandwidth()
-    size = size if arguments.peers is None else size._replace(peers_s=arguments.peers, way_s=arguments.peers)
+    if arguments.peers is not None:
+        size = size._replace(peers_s=arguments.peers, way_s=arguments.peers)
+    if arguments.way is not None:
+        size = size._replace(way_s=arguments.way)
+    asked = {name: way for name, way in WAYS.items() if arguments.ways is None or name in arguments.ways}
     result: dict[str, Any] = {"copy_bytes_per_s": copy}
     # What is stopped in the midst of its work may leave the device unusable, so all ways of transformers come last.
-    for family, config, ways in (("llava", llava, {"sdpa": {}}), ("qwen3_vl", qwen3_vl, WAYS)):
+    for family, config, ways in (("llava", llava, {"sdpa": {}}), ("qwen3_vl", qwen3_vl, asked)):
         if arguments.only not in (None, family):
             continue
+
+        def save(figures: dict[str, Any], family: str = family) -> None:
+            result[family] = figures
+            record(arguments.out, result, *MEASURED)
+
         try:
-            result[family] = row(family, config(arguments.tiny), size, copy, ways)
+            save(row(family, config(arguments.tiny), size, copy, ways, save))
         except Exception as error:  # the other model is measured all the same
-            result[family] = {"wrong": told(error)}
+            save(result.get(family, {}) | {"wrong": told(error)})
         print(json.dumps({family: result[family]}, indent=1), flush=True)
-        record(arguments.out, result, *MEASURED)
         gc.collect()
 
 

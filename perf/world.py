@@ -10,18 +10,20 @@ width in the codec to its 200M.
 
 `floor` is what the device allows: products at 790 TFLOP/s or bytes at the copy bandwidth of the same run, pass by pass,
 whichever takes longer. `recomputed` is a frame without a cache: a pass over all 16 frames is timed, and taken `steps`
-times. Nothing is timed where the cache says something else than such a pass does.
+times. Nothing is timed where the cache says something else than such a pass does. Figures are written as they come,
+what takes long to compile last, and after `--seconds` no other way is begun.
 """
 
 import argparse
 import gc
 import json
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from record import record
-from vlm import CUDA, RATE, bandwidth, limit, milliseconds, show, told
+from vlm import CUDA, RATE, Save, bandwidth, limit, milliseconds, show, told
 
 from vitrail.codecs.quantizers import VQConfig
 from vitrail.codecs.video import VideoCodecConfig
@@ -138,36 +140,48 @@ def recomputed(model: Genie, shape: Shape) -> float:
     return milliseconds(lambda: dynamics.head(dynamics.hidden_states(ids, led, hidden)[:, -1:]), 3)
 
 
-def row(shape: Shape, copy: float) -> dict[str, Any]:
+def row(shape: Shape, copy: float, seconds: float = float("inf"), save: Save = lambda _: None) -> dict[str, Any]:
+    """The figures of a model, which are saved as they come."""
+    end = time.perf_counter() + seconds
     model = built(shape)
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     result: dict[str, Any] = {"parameters": sizes, "difference": difference(model, shape)}
     show("model", result)
     if not result["difference"] <= DIFFERS:
         return result | {"wrong": f"the cache differs by more than {DIFFERS:g}: nothing was timed"}
-    result["floor"] = floor(model, shape, copy)
-    result["recomputed"] = {"pass_ms": recomputed(model, shape)}
-    result["frames"] = {}
-    for steps in shape.steps:
-        least, again = result["floor"][f"{steps} steps_ms"], steps * result["recomputed"]["pass_ms"]
-        found: dict[str, Any] = {"floor_fps": 1000 / least, "recomputed_fps": 1000 / again}
-        for name, way in WAYS.items():
-            try:
-                with limit(LONGEST):
-                    spent = drawn(way, model, shape, steps)
-            except Exception as error:  # the other ways stand without it
-                found[name] = told(error)
-            else:
-                found[name] = {
-                    "frame_ms": spent,
-                    "fps": 1000 / spent,
-                    "share_of_floor": least / spent,
-                    "speedup_on_recomputing": again / spent,
+    least, whole = floor(model, shape, copy), recomputed(model, shape)
+    result |= {"floor": least, "recomputed": {"pass_ms": whole}}
+    result["frames"] = {
+        f"{n} steps": {"floor_fps": 1000 / least[f"{n} steps_ms"], "recomputed_fps": 1000 / (n * whole)}
+        for n in shape.steps
+    }
+    for name, way in WAYS.items():
+        for steps in shape.steps:
+            begun = time.perf_counter()
+            found: Any = timed(way, model, shape, steps, end - begun)
+            if isinstance(found, float):
+                found = {
+                    "frame_ms": found,
+                    "fps": 1000 / found,
+                    "share_of_floor": least[f"{steps} steps_ms"] / found,
+                    "speedup_on_recomputing": steps * whole / found,
                 }
-            show(f"{steps} steps, {name}", found[name])
+            result["frames"][f"{steps} steps"][name] = found
+            show(f"{steps} steps, {name}, {time.perf_counter() - begun:.0f} s", found)
+            save(result)
             gc.collect()
-        result["frames"][f"{steps} steps"] = found
     return result
+
+
+def timed(way: Any, model: Genie, shape: Shape, steps: int, left: float) -> float | str:
+    """Milliseconds of a frame, or why there are none: the other ways stand without it."""
+    if left < 1:
+        return "no time was left"
+    try:
+        with limit(min(LONGEST, left)):
+            return drawn(way, model, shape, steps)
+    except Exception as error:
+        return told(error)
 
 
 def main() -> None:
@@ -175,6 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=SHAPES, help="one of the shapes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each shape")
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
         parser.error("no CUDA device: --tiny runs on the CPU")
@@ -183,12 +198,16 @@ def main() -> None:
     for name, shape in shapes.items():
         if arguments.only not in (None, name):
             continue
+
+        def save(figures: dict[str, Any], name: str = name) -> None:
+            result[name] = figures
+            record(arguments.out, result, *MEASURED)
+
         try:
-            result[name] = row(shape, copy)
+            save(row(shape, copy, arguments.seconds, save))
         except Exception as error:  # the other shape is measured all the same
-            result[name] = {"wrong": told(error)}
+            save(result.get(name, {}) | {"wrong": told(error)})
         print(json.dumps({name: result[name]}, indent=1), flush=True)
-        record(arguments.out, result, *MEASURED)
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()

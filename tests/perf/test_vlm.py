@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,38 @@ def test_a_wrong_model_is_not_timed(script, monkeypatch):
     monkeypatch.setattr(script, "difference", lambda it: {"ours": float("nan"), "transformers": 0.0})
     found = script.row("llava", script.llava(True), script.TINY, 1e9, {})
     assert "ours" not in found and "differ" in found["wrong"]
+
+
+def test_what_was_measured_is_saved_as_it_comes(script, monkeypatch):
+    timed = {"captured": {"first_ms": 2.0, "decode_ms": 1.0}}
+    monkeypatch.setattr(script, "difference", lambda it: {"ours": 0.0, "transformers": 0.0})
+    monkeypatch.setattr(script, "ours", lambda it, new: timed)
+    ways, saved = {"first": {}, "second": {}, "third": {}}, []
+    answers = iter([{"first_ms": 8.0, "decode_ms": 3.0}, {"forward_ms": 6.0}])
+    monkeypatch.setattr(script, "_way", lambda it, new: next(answers))  # of the third there is none: it fails
+    found = script.row("llava", script.llava(True), script.TINY, 1e9, ways, lambda now: saved.append(json.dumps(now)))
+    saved = [json.loads(one) for one in saved]
+    assert [list(one["transformers"]) for one in saved] == [[], ["first"], ["first", "second"], list(ways)]
+    assert [one["first"].get("speedup") for one in saved] == [None, 4.0, 3.0, 3.0] and saved[-1] == found
+    assert found["decode"]["speedup"] == 3.0 and "StopIteration" in found["transformers"]["third"]
+
+
+def test_no_way_is_begun_when_time_is_up(script):
+    size = script.TINY._replace(peers_s=0.0)
+    assert list(script.theirs(None, size, {"sdpa": {}})) == [("sdpa", "no time was left")]
+
+
+def test_what_was_stopped_has_not_failed(script):
+    def compiles():
+        try:
+            time.sleep(5)
+        except script.TooLongError as error:
+            raise RuntimeError("the compiler failed") from error
+
+    with pytest.raises(script.TooLongError, match="over"), script.limit(0.05):
+        compiles()
+    with pytest.raises(RuntimeError, match="by itself"), script.limit(5):
+        raise RuntimeError("by itself")
 
 
 @pytest.mark.slow

@@ -41,6 +41,20 @@ def test_a_wrong_cache_is_not_timed(script, monkeypatch):
     assert "frames" not in found and "differs" in found["wrong"]
 
 
+def test_what_was_measured_is_saved_as_it_comes(script, monkeypatch):
+    monkeypatch.setattr(script, "WAYS", {"cached": None, "other": None})
+    monkeypatch.setattr(script, "drawn", lambda way, model, shape, steps: 10.0 * steps)
+    saved = []
+    found = script.row(script.TINY, 1e9, save=lambda now: saved.append(json.loads(json.dumps(now))))
+    assert len(saved) == 4 and saved[-1] == found
+    assert "other" not in saved[1]["frames"]["2 steps"] and saved[1]["frames"]["2 steps"]["cached"]["fps"] == 50
+
+
+def test_no_way_is_begun_when_time_is_up(script):
+    found = script.row(script.TINY, 1e9, seconds=0)
+    assert found["frames"]["2 steps"]["cached"] == "no time was left" and found["floor"]["pass_ms"] > 0
+
+
 def test_the_whole_script(script, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["world.py", "--tiny", "--out", str(tmp_path / "out.json")])
     monkeypatch.setattr(script, "bandwidth", lambda: 1e9)

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import randomize, relative
 from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.backbones.fusion import DeepStackConfig, ExpertConfig, PrefixConfig, Stacked
 from vitrail.errors import ConfigError
 from vitrail.nn import (
     AttentionConfig,
@@ -123,6 +124,32 @@ def test_rows_of_unequal_length_each_go_on_from_their_own_end():
         alone = model(ids)[0]
         assert relative(start[row, :count], alone[:count]) <= 1e-5
         assert relative(after[row], alone[count:]) <= 1e-5
+
+
+@pytest.mark.parametrize("fusion", [PrefixConfig(), DeepStackConfig(at=(0, 1))], ids=["prefix", "deepstack"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_tokens_asked_for_are_those_of_the_whole_pass(kind, fusion):
+    model = randomize(Decoder(KINDS[kind].with_(fusion=fusion))).eval()
+    x, positions, asked = torch.randn(3, 9, 20), torch.arange(9)[None], torch.tensor([8, 2, 5])
+    seen = torch.zeros(3, 9, dtype=torch.bool)
+    seen[:, 2:4] = True
+    beside = None if isinstance(fusion, PrefixConfig) else Stacked(seen, torch.randn(2, 6, 20))
+    caches, found, flops = [model.cache(3), model.cache(3)], [], []
+    for cache, only in zip(caches, (None, asked), strict=True):
+        with FlopCounterMode(display=False) as counter:
+            found.append(model.through(x, positions, cache.extend(9), cache, beside, only))
+        flops.append(counter.get_total_flops())
+    assert found[1].shape == (3, 1, 20) and flops[1] < flops[0]
+    assert relative(found[1][:, 0], found[0][torch.arange(3), asked]) <= 1e-6
+    assert torch.equal(caches[0].k, caches[1].k) and torch.equal(caches[0].v, caches[1].v)
+
+
+@pytest.mark.parametrize("fusion", [ExpertConfig(), DeepStackConfig(at=(0, 2))], ids=["expert", "behind the last"])
+def test_no_token_is_asked_for_alone_where_pictures_act_behind_the_last_attention(fusion):
+    model = Decoder(config(fusion=fusion))
+    with pytest.raises(ConfigError, match="needs all tokens"):
+        model.through(torch.randn(1, 4, 20), torch.arange(4)[None], Plan(causal=True), asked=torch.tensor([3]))
 
 
 def test_cache_has_the_type_of_the_weights():

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from generate.test_seen import CASES, laid, pictures
 from helpers import randomize, relative
 from vitrail.errors import ConfigError
-from vitrail.generate import GREEDY, captured, prefill
+from vitrail.generate import GREEDY, captured, prefill, text
 from vitrail.generate.captured import Captured, CapturedStep
 from vitrail.generate.seen import Seeing, rows, stream, write
 from vitrail.models.vlm import VLM
@@ -146,14 +149,57 @@ def test_the_pass_leaves_the_host_alone(name):
         torch.ones(3).to("meta")
 
 
+class Waits(TorchFunctionMode):
+    """Notes what makes the host wait for the device: all that brings something to it, but for what `send` sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.waits = 0, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and made.is_meta:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
+            if func is torch.tensor or not all(x.is_meta for x in given):
+                free = func is torch.Tensor.copy_ and kwargs.get("non_blocking", False)
+                self.sent += free
+                self.waits += [] if free else [func]
+        return made
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_words_are_laid_out_while_the_device_looks(name, graphs, monkeypatch):
+    """From the glance to the first token of a prompt whose kind is known, nothing waits for the device."""
+    model = VLM(CASES[name])
+    prompts = [asked(model, seed) for seed in range(2)]
+    model = model.to("meta").eval()
+    prompts = [(streams, shown._replace(pixels=shown.pixels.to("meta"))) for streams, shown in prompts]
+    monkeypatch.setattr(text, "choose", lambda *_: torch.tensor([1, 2, 3]))  # which has to wait
+    streams, shown = prompts[0]
+    Captured.of(model.decoder, 3, 64).prefills[prefill._kind(model, rows(streams), (shown, None))] = None  # met once
+    write(model, streams, shown, max_new=1, sampling=GREEDY)
+    assert len(graphs) == 3
+    for graph in graphs:
+        graph.replay = lambda: None
+    with Waits() as waits:
+        write(model, *prompts[1], max_new=1, sampling=GREEDY)
+    assert len(graphs) == 3 and waits.waits == [] and waits.sent == 1  # the ids
+    for bring in (lambda: torch.tensor([1], device="meta"), lambda: torch.ones(1).to("meta")):
+        with Waits() as waits:
+            bring()
+        assert waits.waits
+
+
 def test_a_token_past_its_slot_is_refused(graphs):
     model = VLM(CASES["llava"]).decoder
     with pytest.raises(ConfigError, match="2 positions past"):
         CapturedStep(model, model.cache(2, 8)).stand([0, 2])
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3"])
-def test_blocks_of_a_kind_are_compiled_once(name, graphs, monkeypatch):
+@pytest.fixture
+def compilations(monkeypatch):
+    """Blocks are compiled into themselves; gives what was compiled."""
     made = []
 
     def backend(module, inputs):
@@ -163,14 +209,31 @@ def test_blocks_of_a_kind_are_compiled_once(name, graphs, monkeypatch):
     monkeypatch.setattr(prefill, "COMPILED", {"dynamic": False, "backend": backend, "fullgraph": True})
     compile = torch.compile  # which leaves the step itself as it is
     monkeypatch.setattr(torch, "compile", lambda call, **how: compile(call, **how) if "backend" in how else call)
+    return made
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3"])
+def test_blocks_of_a_kind_are_compiled_once(name, graphs, compilations):
     model = randomize(VLM(CASES[name]), 3, 0.3).eval()
     prompts = [asked(model, seed) for seed in range(3)]
     fast = [write(model, *prompt, max_new=5, sampling=GREEDY, compiled=True) for prompt in prompts]
-    assert len(made) == 2  # a block of the tower, and one of the decoder
+    assert len(compilations) == 3  # a block of the tower, one of the decoder, and its last
     assert len(graphs) == 3
     plain = [write(model, *prompt, max_new=5, sampling=GREEDY) for prompt in prompts]
     assert [[one.ids for one in row] for row in fast] == [[one.ids for one in row] for row in plain]
-    assert len(made) == 2
+    assert len(compilations) == 3
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_every_kind_of_prompt_is_compiled(graphs, compilations):
+    """Not only as many as torch would compile of one function."""
+    model = VLM(CASES["llava"]).eval()
+    shown = model.prepare(pictures(1))
+    for kind in (1, 2):
+        one = build([words([5] * kind), model.config.part(shown.shapes[0])], model.config.rules)
+        for _ in range(2):
+            write(model, [one], shown, max_new=1, sampling=GREEDY, compiled=True)
+        assert len(compilations) == 1 + 2 * kind  # of the tower once, of the decoder two for each length
 
 
 def test_what_moved_is_noticed():

@@ -9,7 +9,7 @@ import torch
 from generate.test_prefill import GRAPHED, asked
 from generate.test_seen import CASES
 from helpers import randomize
-from vitrail.generate import GREEDY, seen
+from vitrail.generate import GREEDY, seen, text
 from vitrail.generate.captured import _KEPT, Fused
 from vitrail.generate.seen import Seeing, write
 from vitrail.models.vlm import VLM, Shown
@@ -49,6 +49,34 @@ def test_captured_words_are_the_plain_ones(name, rows, monkeypatch):
     monkeypatch.setattr(seen, "capturable", lambda *_: False)
     plain = [write(model, *prompt, max_new=12, sampling=GREEDY) for prompt in prompts]
     assert [[one.ids for one in row] for row in fast] == [[one.ids for one in row] for row in plain]
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_words_are_laid_out_while_the_gpu_looks(name, monkeypatch):
+    """From the glance to the choice of the first token, nothing waits for the GPU."""
+    model = on_gpu(CASES[name])
+    prompts = [moved(model, seed) for seed in range(4)]
+    wanted = [write(model, *prompt, max_new=1, sampling=GREEDY) for prompt in prompts]
+    glance, choose, passed = seen.glance, text.choose, []
+
+    def glanced(*given):
+        looked = glance(*given)
+        assert looked is not None
+        torch.cuda.set_sync_debug_mode("error")
+        return looked
+
+    def chosen(*given):
+        torch.cuda.set_sync_debug_mode("default")
+        passed.append(1)
+        return choose(*given)
+
+    monkeypatch.setattr(seen, "glance", glanced)
+    monkeypatch.setattr(text, "choose", chosen)
+    try:
+        found = [write(model, *prompt, max_new=1, sampling=GREEDY) for prompt in prompts]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(passed) == 4 and found == wanted
 
 
 @torch.no_grad()

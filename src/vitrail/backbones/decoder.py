@@ -6,7 +6,7 @@ B batch, L tokens, V vocabulary, W width
 import torch
 from torch import Tensor, nn
 
-from vitrail.backbones.fusion import Fusion, Pictures, PrefixConfig, Sight, make_fusion
+from vitrail.backbones.fusion import DeepStackConfig, Fusion, Pictures, PrefixConfig, Sight, make_fusion
 from vitrail.config import Config
 from vitrail.errors import ConfigError
 from vitrail.nn import Block, BlockConfig, KVCache, MLPConfig, Plan, Rotary, RotaryConfig, Work, cost
@@ -131,19 +131,31 @@ class Decoder(nn.Module):
         plan: Plan,
         cache: KVCache | None = None,
         pictures: Pictures | None = None,
+        asked: Tensor | None = None,
     ) -> Tensor:
-        """Embeddings (B, L, W) through the blocks and the last norm."""
+        """Embeddings (B, L, W) through the blocks and the last norm. Where one token a row is `asked` for, (B,), the
+        last MLP runs for these alone: (B, 1, W)."""
         if self.fusion is None and pictures is not None:
             raise ConfigError("pictures were given to a decoder that has no place for them", "give it a `fusion`")
         rotation = self.rotary(positions)
         if self.positions is not None:
             x = x + self.positions(self._rows(positions, cache))
+        if asked is not None and not self.trims:
+            raise ConfigError("what lies behind the last attention needs all tokens", "take those asked for afterwards")
         sight = Sight() if self.fusion is None else self.fusion.start(x, pictures, cache)
         x = sight.at(0, x)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layer(i)
-            x = sight.at(i + 1, block(x, plan, rotation=rotation, cache=layer, route=sight.route(i)))
+            only = asked if i == self.config.layers - 1 else None
+            x = sight.at(i + 1, block(x, plan, rotation=rotation, cache=layer, route=sight.route(i), asked=only))
         return self.norm(x)
+
+    @property
+    def trims(self) -> bool:
+        """Whether one token can go on alone from the last attention: no fusion has to do with the others there."""
+        fusion = self.config.fusion
+        stacked = isinstance(fusion, DeepStackConfig) and self.config.layers - 1 not in fusion.at
+        return self.config.block.chain == ("self", "mlp") and (stacked or isinstance(fusion, PrefixConfig))
 
     def _rows(self, positions: Tensor, cache: KVCache | None) -> Tensor:
         """(B, L) of the table of learned positions. In a cached batch rows that have ended are fed on, past the context

@@ -25,6 +25,7 @@ class Reading:
 
     def prefill(self, ids: Tensor, counts: Tensor) -> Tensor:
         model, decoder = self.model, self.model.decoder
+        ids, counts = (x.to(decoder.embed.weight.device) for x in (ids, counts))
         pieces = [model.words(ids, counts)]
         if self.seen is not None:
             pieces.insert(0, model.shown(self.seen))

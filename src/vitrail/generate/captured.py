@@ -44,6 +44,7 @@ class CapturedStep:
         self.ids = torch.zeros(batch, dtype=torch.long, device=weight.device)
         self.length = cache.lengths.clone()  # tokens before the one being read; advanced by the graph itself
         self.shift, self.position = torch.zeros_like(self.length), self.length.clone()  # where that one stands
+        self._shift = [0] * batch  # the same on the host
         self.logits = torch.zeros(batch, model.config.vocab, dtype=weight.dtype, device=weight.device)
         self.chosen = torch.zeros(batch, cache.capacity + 1, dtype=torch.long, device=weight.device)
         self.run: Callable[[], None] = Fused(self) if Fused.suits(model, batch) else self._whole
@@ -75,7 +76,9 @@ class CapturedStep:
             raise ConfigError(
                 f"a token {max(shift)} positions past its slot, where no angles are kept", "use the plain stepper"
             )
-        self.shift.copy_(torch.tensor(shift))
+        if self._shift != (asked := list(shift)):
+            send(torch.tensor(asked), self.shift)
+            self._shift = asked
 
     def follow(self, count: int) -> Tensor:
         """(B, count) tokens chosen greedily one after another, without asking the host in between."""
@@ -114,6 +117,12 @@ class CapturedStep:
             self.logits.copy_(self._next(self.model, self.ids, self.length, self.position, cache))
         finally:
             cache.filled = filled
+
+
+def send(values: Tensor, to: Tensor) -> None:
+    """Values on the host to their place on the device, without waiting for what the device is at: a copy from pinned
+    memory takes its turn, and torch leaves that memory alone until then; from any other the host waits for the copy."""
+    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
 
 def graph_of(call: Callable[[], object], rehearse: Callable[[], object] | None = None) -> torch.cuda.CUDAGraph:
@@ -162,29 +171,32 @@ class Pinned:
     """
 
     def __init__(self, *modules: nn.Module):
-        self._tables: list[tuple[dict[str, Any], int]] = []  # of parts and of weights, and how many each holds
-        self._parts: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._weights: list[tuple[dict[str, Any], str]] = []
+        self._tables: list[dict[str, Any]] = []  # of parts and of weights
+        parts: list[tuple[dict[str, Any], str]] = []
+        weights: list[tuple[dict[str, Any], str]] = []
         left = list(modules)
         while left:
-            parts, weights = (module := left.pop())._modules, module._parameters
-            self._tables += [(table, len(table)) for table in (parts, weights)]
-            self._parts += [(parts, name, part) for name, part in parts.items()]
-            self._weights += [(weights, name) for name in weights]
-            left += [part for part in parts.values() if part is not None]
-        self._places = self._found()
+            module = left.pop()
+            self._tables += [module._modules, module._parameters]
+            parts += [(module._modules, name) for name in module._modules]
+            weights += [(module._parameters, name) for name in module._parameters]
+            left += [part for part in module._modules.values() if part is not None]
+        self._parts, self._weights = _columns(parts), _columns(weights)
+        self._then = self._now()
 
     def hold(self) -> bool:
         """Whether all are where they were."""
-        return (
-            all(len(table) == size for table, size in self._tables)
-            and all(table.get(name) is part for table, name, part in self._parts)
-            and self._found() == self._places
-        )
+        return self._now() == self._then
 
-    def _found(self) -> list[int | None]:
-        weights = [table.get(name) for table, name in self._weights]
-        return [None if weight is None else weight.data_ptr() for weight in weights]
+    def _now(self) -> tuple[list[int], list[nn.Module | None], list[int | None]]:
+        """How many names each table holds, the parts, and where the weights lie."""
+        weights = map(dict.get, *self._weights)
+        places = [None if weight is None else weight.data_ptr() for weight in weights]
+        return list(map(len, self._tables)), list(map(dict.get, *self._parts)), places
+
+
+def _columns(pairs: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
+    return [table for table, _ in pairs], [name for _, name in pairs]
 
 
 def _unfit(model: Decoder) -> str | None:
@@ -219,14 +231,15 @@ class Captured(Eager):
         self.model = self.captured.model = cast(Decoder, proxy(model))
 
     @classmethod
-    def of(cls, model: Decoder, rows: int, capacity: int) -> "Captured":
-        """The model's last stepper if it fits, emptied; capturing anew costs as much as a hundred tokens."""
+    def of(cls, model: Decoder, rows: int, capacity: int, shift: Sequence[int] | None = None) -> "Captured":
+        """The model's last stepper if it fits, emptied; capturing anew costs as much as a hundred tokens. `shift` is
+        where tokens are to `stand`."""
         last = kept(model)
         fits = type(last) is cls and len(last.cache.lengths) == rows and last.cache.capacity >= capacity
         if last is None or not fits or not last.weights.hold():
             last = _KEPT[model] = cls(model, rows, max(512, 1 << (capacity - 1).bit_length()))
         last.cache.clear()
-        last.captured.stand([0] * rows)
+        last.captured.stand([0] * rows if shift is None else shift)
         return last
 
     def step(self, ids: Tensor) -> Tensor:

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from vitrail.backbones.fusion import DeepStackConfig, PrefixConfig, Stacked
+from vitrail.backbones.fusion import DeepStackConfig, Stacked
 from vitrail.connectors import MergerConfig, ProjectorConfig
 from vitrail.encoders import PackedViT, ViT
-from vitrail.generate.captured import Captured, Pinned, graph_of, kept
+from vitrail.generate.captured import Captured, Pinned, graph_of, kept, send
 from vitrail.models.vlm import SEEN, VLM, Seen, Shown
 from vitrail.nn import Block, KVCache, Plan
 from vitrail.stream import Batch, merge
 
 COMPILED: dict[str, Any] = {"dynamic": False}  # how torch compiles blocks
+LIMIT = 128  # versions of a block that it may compile: a kind of prompt has up to three, and torch would stop at 8
 KEPT = 4  # kinds of prompt that a model remembers; a graph holds the activations of its prompt
 
 Given = Sequence[Shown | None]
@@ -37,7 +38,8 @@ def prefilled(model: VLM, batch: Batch, shown: Given, steps: Captured, looked: "
         return None
     known, kind = steps.prefills, _kind(model, batch, shown)
     met, found = kind in known, known.pop(kind, None)
-    if met and (found is None or not found.weights.hold()):
+    held = found is not None and (found.has(looked) or found.weights.hold())  # they held when it began to look
+    if met and not held:
         with compiled_blocks(model) if steps.compiled else nullcontext():
             found = CapturedPrefill(model, batch, shown, steps.cache)
     known[kind] = found  # the last used is the last forgotten
@@ -55,7 +57,7 @@ class Looked(NamedTuple):
 
 def glance(model: VLM, shown: Given) -> Looked | None:
     """Begin to look, if pictures of these shapes were looked at before: a GPU does it while the host lays the prompt
-    out, which takes about as long."""
+    out, which takes about as long: from here to `CapturedPrefill` nothing may wait for the device."""
     steps = kept(model.decoder)
     asked = _shapes(shown)
     for found in reversed([] if steps is None else list(steps.prefills.values())):
@@ -68,11 +70,14 @@ def glance(model: VLM, shown: Given) -> Looked | None:
 def compiled_blocks(model: VLM) -> Iterator[None]:
     """Within, tower and decoder run with the small operations of a block fused. What is compiled serves all blocks of a
     kind, and costs some tens of seconds; a graph keeps it."""
+    from torch._dynamo import config  # which takes long to import
+
     blocks = [block for part in (model.tower, model.decoder) for block in part.modules() if isinstance(block, Block)]
     for block in blocks:
         block.compile(**COMPILED)
     try:
-        yield
+        with config.patch(recompile_limit=LIMIT):
+            yield
     finally:
         for block in blocks:
             block._compiled_call_impl = None
@@ -88,7 +93,7 @@ class CapturedPrefill:
         self.cache, self.longest, self.shapes = cache, max(batch.lengths), _shapes(shown)
         self.weights = Pinned(model.tower, model.connector, model.stack)  # the steps look after the decoder's
         self.laid = laid = _lay(model, batch, shown, cache.k.device)  # the graphs read these: they have to stay
-        head = torch.zeros(len(laid.rows), model.config.decoder.vocab, dtype=cache.k.dtype, device=cache.k.device)
+        head = torch.zeros(len(batch.lengths), model.config.decoder.vocab, dtype=cache.k.dtype, device=cache.k.device)
         self.logits, self.seen, self.looks = head, {}, 0  # what was seen, and how often it was looked
         seen, there = self.seen, any(one is not None for one in laid.shown)
         self.looking = graph_of(lambda: _look(model, laid, seen)) if there else None
@@ -103,10 +108,14 @@ class CapturedPrefill:
         self.looks += 1
         return Looked(self, self.looks)
 
+    def has(self, looked: Looked | None) -> bool:
+        """Whether what that look found is still there."""
+        return looked is not None and looked.by is self and looked.number == self.looks
+
     def __call__(self, batch: Batch, shown: Given, looked: Looked | None = None) -> Tensor:
-        if looked is None or looked.by is not self or looked.number != self.looks:
+        if not self.has(looked):
             self.look(shown)
-        self.laid.batch.ids.copy_(batch.ids)
+        send(batch.ids, self.laid.batch.ids)
         self.reading.replay()
         cache = self.cache
         cache.lengths, cache.filled = self.laid.lengths.clone(), self.longest
@@ -133,7 +142,6 @@ class _Laid(NamedTuple):
     batch: Batch
     shown: Given
     positions: Tensor  # (B, L) or (B, L, 3)
-    rows: Tensor  # (B,)
     lengths: Tensor  # (B,)
     places: Tensor | None  # (N,) of the pictures' tokens, where DeepStack adds to them
     arranged: list[Any]
@@ -149,7 +157,6 @@ def _lay(model: VLM, batch: Batch, shown: Given, device: torch.device) -> _Laid:
         batch,
         [None if one is None else one._replace(pixels=one.pixels.to(device, copy=True)) for one in shown],
         axes.to(device),
-        torch.arange(len(batch.lengths), device=device),
         torch.tensor(batch.lengths, device=device),
         torch.cat([batch.fills[feed].places for feed in there]) if stacked else None,
         [tower.arranged(cast(Any, one.shapes), device) for one in shown if one and isinstance(tower, PackedViT)],
@@ -167,8 +174,9 @@ def _logits(model: VLM, laid: _Laid, seen: Mapping[str, Seen], cache: KVCache) -
     if laid.places is not None:
         depths = [[torch.cat(depth)[fills[feed].rows] for depth in one.depths] for feed, one in seen.items()]
         beside = Stacked(laid.places, [torch.cat(depth) for depth in zip(*depths, strict=True)])  # (N, W) each
-    x = decoder.through(x, laid.positions, Plan(causal=True), cast(KVCache, _Slab(cache)), beside)
-    return decoder.logits(x[laid.rows, laid.lengths - 1])
+    last = laid.lengths - 1
+    x = decoder.through(x, laid.positions, Plan(causal=True), cast(KVCache, _Slab(cache)), beside, asked=last)
+    return decoder.logits(x[:, 0])
 
 
 class _Slab(NamedTuple):
@@ -208,6 +216,6 @@ def _fits(model: VLM, batch: Batch) -> bool:
         isinstance(model.tower, (ViT, PackedViT))
         and model.queries is None
         and isinstance(config.connector, (MergerConfig, ProjectorConfig))
-        and isinstance(config.decoder.fusion, (PrefixConfig, DeepStackConfig))
+        and model.decoder.trims
         and not bool(batch.spans.any())
     )

@@ -45,16 +45,15 @@ class Seeing:
         self.model, self.batch, self.looked = model, rows(streams), looked
         self.shown: Any = (pictures,) if isinstance(model, LookingVLM) else (pictures, videos)
         behind = torch.stack([stream.positions.max() for stream in streams]) + 1  # (B,)
-        self.next = behind[:, None].to(device)  # (B, 1)
         shift = [place - len(stream) for place, stream in zip(behind.tolist(), streams, strict=True)]
         self.captured: Captured | None = None
         if capacity is not None and max(shift) <= 0 and capturable(model.decoder, count, capacity):
-            self.captured = (Compiled if compiled else Captured).of(model.decoder, count, capacity)
-            self.captured.captured.stand(shift)
+            self.captured = (Compiled if compiled else Captured).of(model.decoder, count, capacity, shift)
         self.cache = model.decoder.cache(count) if self.captured is None else self.captured.cache
+        self.next = behind[:, None] if self.captured else behind[:, None].to(device)  # (B, 1), for plain steps alone
 
     def prefill(self, ids: Tensor, counts: Tensor) -> Tensor:
-        if len(counts) != len(self.batch.lengths):  # the counts themselves are on the device, which is not asked
+        if len(counts) != len(self.batch.lengths):
             raise ConfigError(
                 f"{len(counts)} prompts for {len(self.batch.lengths)} streams",
                 "guidance has no negative streams: leave it out",
@@ -63,7 +62,7 @@ class Seeing:
             logits = prefilled(self.model, self.batch, self.shown, self.captured, self.looked)
             if logits is not None:
                 return logits
-        batch = _placed(self.batch, self.next.device)
+        batch = _placed(self.batch, self.model.decoder.embed.weight.device)
         hidden = self.model.hidden(batch, *self.shown, cache=self.cache)  # (B, L, W)
         return self.model.decoder.logits(hidden[torch.arange(len(counts), device=counts.device), counts - 1])
 

@@ -182,7 +182,7 @@ class LookingVLM(nn.Module):
         device = self.decoder.embed.weight.device
         more: dict = {"plan": batch.plan().to(device)}
         if cache is not None:
-            more = {"cache": cache, "counts": torch.tensor(batch.alone.lengths, device=device)}
+            more = {"cache": cache, "counts": torch.tensor(batch.alone.lengths)}
         positions = batch.positions[..., 0].to(device)
         looked = self._looked(batch, [] if pictures is None else self.look(pictures))
         return self.decoder.hidden(batch.ids.to(device), positions=positions, pictures=looked, **more)

@@ -147,7 +147,7 @@ class VLM(nn.Module):
         positions = batch.positions[..., 0] if self.config.decoder.rotary.layout == "1d" else batch.positions
         more: dict[str, Any] = {"plan": batch.plan().to(ids.device)}
         if cache is not None:
-            counts = torch.tensor(batch.alone.lengths, device=ids.device)
+            counts = torch.tensor(batch.alone.lengths)  # on the host, where the cache looks at them
             spans = batch.spans.to(ids.device) if bool(batch.spans.any()) else None  # without any, kernels need no mask
             more = {"cache": cache, "counts": counts, "spans": spans}
         return self.decoder.hidden(embeds=embeds, positions=positions.to(ids.device), pictures=beside, **more)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import StreamError
@@ -162,16 +163,16 @@ def _row(pieces: list[Tensor], width: int, padding: int | bool, numbered: bool =
         for piece in given:
             pieces.append(torch.where(piece > 0, piece + taken, 0))
             taken += int(piece.max())
-    joined = torch.cat(pieces)
+    joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    if len(joined) == width:
+        return joined
     return torch.cat([joined, joined.new_full((width - len(joined), *joined.shape[1:]), padding)])
 
 
 def _targets(ids: Tensor, loss: Tensor, segments: Tensor) -> Tensor:
     """Each token foretells the next one of its own sample, where that is to be learnt. The one shift there is."""
-    targets = torch.full_like(ids, IGNORED)
     learnt = loss[:, 1:] & (segments[:, 1:] == segments[:, :-1])
-    targets[:, :-1][learnt] = ids[:, 1:][learnt]
-    return targets
+    return F.pad(torch.where(learnt, ids[:, 1:], IGNORED), (0, 1), value=IGNORED)
 
 
 def _fills(

@@ -22,7 +22,7 @@ from vitrail.nn.plan import Plan
 
 SHORT = 512  # keys of a row that a dense mask serves as well
 LAUNCH = 65_535  # rows of one: CUDA's grids have no more
-ROWS, KEYS = 64, 32  # so many rows of one query each, on no more keys than these, are no work for a kernel with tiles
+KEYS = 32  # rows of one query each, on no more keys than these, are no work for a kernel with tiles
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 def _single(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One query a row (B, 1, H, D) that sees all of a few keys, as products and sums: fused kernels work on tiles of 64
-    queries and more, of which all but one would be empty."""
+    queries and more, of which all but one would be empty, and refuse what a compiler makes of a lone query's strides."""
     k, v = _repeat(k, q.shape[2]), _repeat(v, q.shape[2])
     weights = ((q * k).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5).softmax(1)  # (B, K, H)
     return (weights.to(v.dtype)[..., None] * v).sum(1, keepdim=True)
@@ -70,7 +70,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         parts = zip(q.split(LAUNCH), k.split(LAUNCH), v.split(LAUNCH), strict=True)
         return torch.cat([_sdpa(a, b, c, plan) for a, b, c in parts])
     H = q.shape[2]
-    if plan.simple and q.is_cuda and q.shape[1] == 1 and len(q) >= ROWS and k.shape[1] <= KEYS:
+    if plan.simple and q.is_cuda and q.shape[1] == 1 and k.shape[1] <= KEYS:
         return _single(q, k, v)
     # Grouped heads are read as they are on the CPU, and by the flash kernel, which knows no mask; the other CUDA
     # kernels would fall back to a slow route for them.

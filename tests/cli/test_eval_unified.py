@@ -12,6 +12,7 @@ from generate.test_answers import TEXTS, unified
 from vitrail import hub
 from vitrail.cli.eval import app
 from vitrail.data.scenes.source import ScenesConfig
+from vitrail.data.scenes.things import GROUPS
 from vitrail.errors import ConfigError
 from vitrail.models.detector import Detector
 from vitrail.processing.text import Tokenizer
@@ -50,6 +51,8 @@ def test_things_are_those_of_a_recipe(run, monkeypatch):
     asked = ("questions", "--preset", "plain", "--kinds", "existence_random", "--count", 3, "--sizes", 0.3, 0.4)
     found, _ = run(*asked, "--names", "mine:some")
     assert found["names"] == names and found["sizes"] == [0.3, 0.4]
+    monkeypatch.setitem(GROUPS, "few", tuple(names))
+    assert run(*asked, "--names", "few")[0]["names"] == ["few"]
     for wrong, said in (("mine:any", "no scenes 'any'"), ("mine:all", "name no things"), ("mine", "RECIPE:SOURCE")):
         with pytest.raises(ConfigError, match=said):
             run(*asked, "--names", wrong)

@@ -518,7 +518,7 @@ def test_short_trainings_and_their_exams_are_of_a_hundred_things():
     for name in ("vlm", "vlm-queries", "vlm-towers"):
         for words in sweeps.read(name).tests.values():
             at = words.index("--names") + 1
-            assert words[at] == "untested/mini-vlm-short:unseen"
+            assert words[at] == "hundred"
             assert tuple(map(float, words[at + 2 : at + 4])) == scenes["unseen"].sizes
 
 

@@ -43,7 +43,8 @@ def questions(
     unseen
         Ask in paraphrases that training never uses.
     names
-        Which things appear: those of a recipe's scenes, as RECIPE:SOURCE. All unless said.
+        Which things appear: "hundred", those that mini draws, or those of a recipe's scenes, as RECIPE:SOURCE. All
+        unless said.
     sizes
         Of things, from … to, in shares of the picture's side; the preset's unless said.
     """
@@ -63,13 +64,16 @@ def questions(
 
 
 def _names(asked: str) -> list[str]:
-    """Of the things that a recipe's scenes show."""
+    """A group of things, or those that a recipe's scenes show."""
     from vitrail import recipe
     from vitrail.data.scenes.source import ScenesConfig
+    from vitrail.data.scenes.things import GROUPS
 
+    if asked in GROUPS:
+        return [asked]
     name, _, source = asked.rpartition(":")
     if not name:
-        raise ConfigError(f"--names {asked} says no recipe", "write RECIPE:SOURCE")
+        raise ConfigError(f"--names {asked} says no recipe", f"write RECIPE:SOURCE, or {', '.join(GROUPS)}")
     sources = {key: one for key, one in recipe.read(name).sources.items() if isinstance(one, ScenesConfig)}
     if source not in sources:
         raise ConfigError(f"recipe {name!r} has no scenes {source!r}", nearest(source, sources))

@@ -59,7 +59,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 def _single(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One query a row (B, 1, H, D) that sees all of a few keys, as products and sums: fused kernels work on tiles of 64
-    queries and more, of which all but one would be empty, and refuse what a compiler makes of a lone query's strides."""
+    queries and more, of which all but one would be empty, and refuse the strides that a compiler gives a lone query."""
     k, v = _repeat(k, q.shape[2]), _repeat(v, q.shape[2])
     weights = ((q * k).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5).softmax(1)  # (B, K, H)
     return (weights.to(v.dtype)[..., None] * v).sum(1, keepdim=True)

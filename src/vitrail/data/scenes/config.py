@@ -28,7 +28,7 @@ class SceneConfig(Config):
     snap: int = 0  # places and sizes are whole multiples of 1/snap of the picture's side; 0 is anywhere
     ratio: tuple[int, int] = (1, 1)  # width : height of the pictures, so that sprites keep their shape
     vendors: tuple[str, ...] = ()  # whose things appear; none named is all
-    names: tuple[str, ...] = ()  # which things appear, by their concepts' names
+    names: tuple[str, ...] = ()  # which things appear, by their concepts' names or as one of `things.GROUPS`
     fonts: tuple[str, ...] = ()  # in which fonts words appear
     backgrounds: tuple[str, ...] = backgrounds.NAMES
     grounds: int = 0  # how many different ones of each kind there are; 0 is one a scene

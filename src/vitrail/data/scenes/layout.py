@@ -14,6 +14,7 @@ from vitrail.data.scenes.config import SceneConfig
 from vitrail.data.scenes.places import place
 from vitrail.data.scenes.scene import COLOURS, GRID, Scenes, SpriteTable
 from vitrail.data.scenes.sprites import rows_where
+from vitrail.data.scenes.things import things
 from vitrail.errors import ConfigError
 
 
@@ -36,8 +37,8 @@ class Layout:
         self.config, self.device = config, torch.device(device)
         self.slots = config.slots or config.objects[1]
         differ = config.objects[1] if config.repeat < 1 else min(config.groups, config.objects[1])
-        things = rows_where(table, ["thing"], config.vendors or None, config.names or None)
-        self.things = _Choice(table, things, "things", differ, self.device)
+        shown = things(table, config.vendors, config.names)
+        self.things = _Choice(table, shown, "things", differ, self.device)
         self.words = self.frames = None
         if config.word:
             words = rows_where(table, ["word"], config.fonts or None)

@@ -16,6 +16,7 @@ from vitrail.data.scenes.layout import Layout
 from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.sprites import Atlas, rows_where
+from vitrail.data.scenes.things import things
 from vitrail.errors import ConfigError, nearest
 from vitrail.nn.replay import Replayed
 
@@ -92,7 +93,7 @@ class SceneSource:
     def rows(self) -> Tensor:
         """The sprites that its scenes are made of."""
         asked, table = self.config.asked(), self.atlas.table
-        found = [rows_where(table, ["thing"], asked.vendors or None, asked.names or None)]
+        found = [things(table, asked.vendors, asked.names)]
         if asked.word:
             found.append(rows_where(table, ["word"], asked.fonts or None))
         if asked.inside:

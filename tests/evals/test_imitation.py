@@ -63,6 +63,13 @@ def test_episodes_are_played_to_their_end_and_are_the_same_again():
     assert torch.equal(sums, play(Simulator(8), always, range(40), 10)) and set(sums.tolist()) == {0.0, 1.0}
 
 
+def test_an_action_lasts_as_it_did_in_what_was_watched():
+    """Two steps a choice go as far as twice the choices, and stop at the end."""
+    always = lambda frames: torch.tensor([[0.0, 1.0, 0.0, 0.0]])  # noqa: E731
+    once, twice = play(Simulator(8), always, range(40), 4), play(Simulator(8), always, range(40), 2, repeat=2)
+    assert torch.equal(once, twice) and not torch.equal(once, play(Simulator(8), always, range(40), 2))
+
+
 def test_chance_of_acting_is_not_that_of_the_level():
     """A level drawn from the same stream would say what will be done in it."""
     import numpy as np

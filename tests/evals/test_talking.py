@@ -43,10 +43,11 @@ class Oracle:
 def test_who_knows_is_right(scenes, held_out, monkeypatch):
     monkeypatch.setattr(talking, "GUESSED", 200)
     scores = answered(Oracle(*scenes, held_out), *scenes, KINDS, 70, held_out=held_out)
-    assert [score.name for score in scores[:-1]] == [*KINDS]
-    assert all(score.value == 1 and score.of == 70 for score in scores[:-1])
-    assert all(0 < score.beside["majority"] <= score.beside["blind"] + 0.2 for score in scores[:-1])
-    assert scores[-1].value == 0 and scores[-1].of == 210
+    assert [score.name for score in scores[:-2]] == [*KINDS]
+    assert all(score.value == 1 and score.of == 70 for score in scores[:-2])
+    assert all(0 < score.beside["majority"] <= score.beside["blind"] + 0.2 for score in scores[:-2])
+    none, some = scores[-2:]  # of what has no answer, and of what has one
+    assert (none.value, some.value) == (1, 0) and none.of + some.of == 280 and 20 < none.of < 50
 
 
 def test_who_always_refuses(scenes, monkeypatch):
@@ -55,6 +56,10 @@ def test_who_always_refuses(scenes, monkeypatch):
     assert [score.value for score in scores] == [0, 0, 1]
     only = answered(lambda _, asked: ["No"] * len(asked), *scenes, KINDS[:1], 300)
     assert abs(only[0].value - 0.5) < 0.1
+    hard = answered(lambda _, asked: ["There is no such thing."] * len(asked), *scenes, KINDS[3:], 40)
+    assert [score.value for score in hard[1:]] == [1, 1] and sum(score.of for score in hard[1:]) == 40
+    never = answered(lambda _, asked: ["red"] * len(asked), *scenes, KINDS[3:], 40)
+    assert [score.value for score in never[1:]] == [0, 0]
 
 
 def test_kinds_that_scenes_do_not_admit(scenes, monkeypatch):

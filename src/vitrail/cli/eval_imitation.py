@@ -69,8 +69,6 @@ def imitation(
     manifest = found.manifest
     if not isinstance(manifest.actions, Choices):
         raise DataError(f"{data} was steered by dials", "imitation is of choices")
-    if manifest.repeat != 1:
-        raise DataError(f"{data} holds every action for {manifest.repeat} steps", "record with --repeat 1")
     genie: Genie = loaded
 
     def infer(video: "torch.Tensor") -> "torch.Tensor":
@@ -94,6 +92,7 @@ def imitation(
             seeds=seeds,
             episodes=episodes,
             steps=steps or manifest.steps,
+            repeat=manifest.repeat,
             device=device,
         )
     finally:
@@ -104,6 +103,12 @@ def imitation(
             about = getattr(row, what)
             title, part = f"{row.name}: {what}", {"labels": row.labels}
             scores.append(Score(title, about.value, about.interval, about.of, part=part, points=what == "returns"))
-    settings = {"data": str(data), "world": manifest.world, "policy": manifest.policy, "watched": len(videos)}
-    settings |= {"steps_watched": len(seen.frames), "rounds": rounds, "seeds": seeds, "episodes": episodes}
+    settings = {"data": str(data), "world": manifest.world, "policy": manifest.policy, "repeat": manifest.repeat}
+    settings |= {
+        "watched": len(videos),
+        "steps_watched": len(seen.frames),
+        "rounds": rounds,
+        "seeds": seeds,
+        "episodes": episodes,
+    }
     tell("imitation", model, settings, scores, common)

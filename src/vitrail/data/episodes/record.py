@@ -15,7 +15,7 @@ from vitrail.data.episodes.episode import Episode, Manifest, Video
 from vitrail.data.episodes.film import need_av
 from vitrail.data.episodes.pack import to_sample
 from vitrail.data.episodes.read import MANIFEST, are_episodes, read_manifest
-from vitrail.data.episodes.remote import Simulator, open_simulator
+from vitrail.data.episodes.remote import Simulator, lasting, open_simulator
 from vitrail.data.episodes.worlds import WORLDS
 from vitrail.data.shards.write import write_shards
 from vitrail.errors import ConfigError, DataError, nearest
@@ -157,7 +157,7 @@ def play(simulator: Simulator, manifest: Manifest, number: int) -> Episode:
     seen, actions, rewards, ended, unseen = [simulator.reset(start)], [], [], False, 0.0
     while not ended and len(actions) < manifest.steps:
         action = policy.act(seen[-1])
-        now, reward, ended = _lasting(simulator, action, manifest)
+        now, reward, ended = lasting(simulator, action, manifest.repeat)
         if manifest.drawn or "frame" in now:
             seen.append(now)
             actions.append(action)
@@ -177,14 +177,3 @@ def play(simulator: Simulator, manifest: Manifest, number: int) -> Episode:
         tracks={name: np.stack([s[name] for s in seen]) for name in manifest.tracks},
         unseen=unseen,
     )
-
-
-def _lasting(simulator: Simulator, action: np.ndarray, manifest: Manifest) -> tuple[dict[str, np.ndarray], float, bool]:
-    """An action held for as many steps as it lasts."""
-    total = 0.0
-    for _ in range(manifest.repeat):
-        seen, reward, ended = simulator.step(action)
-        total += reward
-        if ended:
-            break
-    return seen, total, ended

@@ -52,6 +52,17 @@ def open_simulator(name: str, side: int) -> Simulator:
     return Remote(name, python_with(name, world), HERE / "worlds" / f"{world.file}.py", side, world.options)
 
 
+def lasting(simulator: Simulator, action: Any, repeat: int) -> tuple[dict[str, np.ndarray], float, bool]:
+    """An action held for as many steps as it lasts, or to the end: what is seen then, all rewards, whether it ended."""
+    total = 0.0
+    for _ in range(repeat):
+        seen, reward, ended = simulator.step(action)
+        total += reward
+        if ended:
+            break
+    return seen, total, ended
+
+
 class Remote:
     """A simulator in a process of its own."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail.control.imitation import Act, CloneConfig, acting, clone, translation
-from vitrail.data.episodes.remote import Simulator
+from vitrail.data.episodes.remote import Simulator, lasting
 from vitrail.errors import DataError
 from vitrail.evals.metrics.estimate import Estimate, estimate
 from vitrail.evals.shares import Share
@@ -52,16 +52,17 @@ def watch(videos: Sequence[tuple[Tensor, Tensor]], infer: Infer, latent: int, ch
     return Watched(seen, done, torch.cat(codes), latent, choices)
 
 
-def play(simulator: Simulator, act: Act, seeds: Sequence[int], steps: int) -> Tensor:
+def play(simulator: Simulator, act: Act, seeds: Sequence[int], steps: int, repeat: int = 1) -> Tensor:
     """The sum of rewards (E,) of an episode a seed, of which the level is made and, apart from it, the chance of
-    acting."""
+    acting. An action lasts `repeat` steps of the simulator."""
     sums = []
     for seed in seeds:
         chance, total = np.random.default_rng((seed, 1)), 0.0
         frame = simulator.reset(seed)["frame"]
         for _ in range(steps):
             likely = act(torch.from_numpy(np.ascontiguousarray(frame)).movedim(-1, 0)[None])[0].double().numpy()
-            seen, reward, ended = simulator.step(int(chance.choice(len(likely), p=likely / likely.sum())))
+            chosen = int(chance.choice(len(likely), p=likely / likely.sum()))
+            seen, reward, ended = lasting(simulator, chosen, repeat)
             total += reward
             if ended:
                 break
@@ -79,11 +80,13 @@ def judge_imitation(
     seeds: int = 3,
     episodes: int = 50,
     steps: int = 100,
+    repeat: int = 1,
     levels: int = 1_000_000,
     device: str = "cpu",
 ) -> list[Imitated]:
     """For each number of labels, both policies; before them one that acts at random, and one that has every label. A
-    seed chooses the labels, the networks and the levels, which begin at `levels`."""
+    seed chooses the labels, the networks and the levels, which begin at `levels`. Actions last `repeat` steps of the
+    simulator, as they did in what was watched."""
     N = len(watched.frames)
     if max(labels, default=0) > N or min(labels, default=0) < 1:
         raise DataError(f"{labels} labelled steps of {N}", f"ask for 1 … {N}")
@@ -91,7 +94,7 @@ def judge_imitation(
 
     def tell(name: str, count: int, act: Act, seed: int) -> None:
         some = [levels + seed * episodes + i for i in range(episodes)]
-        found.setdefault((name, count), []).append(play(simulator, act, some, steps))
+        found.setdefault((name, count), []).append(play(simulator, act, some, steps, repeat))
 
     for seed in range(seeds):
         how = {"config": config, "seed": seed, "device": device}

@@ -5,6 +5,7 @@ B pictures, H, W pixels
 
 import string
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ Answerer = Callable[[Tensor, list[str]], list[str]]
 
 Drawer = Callable[[list[str], int], Tensor]
 """prompts and the number of the first → pictures uint8 (B, 3, H, W)"""
+
+
+class Watch(Protocol):
+    """Who looks on: at each picture uint8 (3, H, W), what was asked, and what came of it."""
+
+    def __call__(self, kind: str, pixels: Tensor, asked: str, right: bool, said: str = "", truth: str = "") -> None: ...
+
+
+def unwatched(kind: str, pixels: Tensor, asked: str, right: bool, said: str = "", truth: str = "") -> None:
+    """Nobody does."""
+
 
 BATCH = 64
 PATIENCE = 200  # batches without enough questions of a kind before it is given up
@@ -43,27 +55,30 @@ def answered(
     held_out: bool = False,
     start: int = 0,
     batch: int = BATCH,
+    watch: Watch = unwatched,
 ) -> list[Score]:
-    """The share of right answers of each kind, beside the best guess without looking; and how often what can be
-    answered is refused. An answer is right if it is the true one word for word. `held_out` asks in paraphrases that
-    training never uses."""
+    """The share of right answers of each kind, beside the best guess without looking; and, of all kinds together, how
+    often a question is refused that has no answer, and how often one that has. An answer is right if it is the true one
+    word for word. `held_out` asks in paraphrases that training never uses."""
     if count < 1:
         raise ConfigError(f"{count} questions", "ask at least one")
-    scores, refused, answerable = [], 0, 0
+    scores = []
+    refused, asked = {True: 0, False: 0}, {True: 0, False: 0}  # by whether a question is to be refused
     for kind in kinds:
         hits = 0
         for pixels, questions, answers in _questions(source, words, kind, count, held_out, start):
-            given = []
+            said = []
             for first in range(0, len(questions), batch):
                 rows = slice(first, first + batch)
-                given += [plain(text) for text in answerer(pixels[rows], questions[rows])]
-            hits += sum(a == plain(b) for a, b in zip(given, answers, strict=True))
-            if not kind.startswith("unanswerable"):
-                refused += sum(text.startswith(NONE) for text in given)
-                answerable += len(given)
+                said += answerer(pixels[rows], questions[rows])
+            for n, (text, true) in enumerate(zip(map(plain, said), map(plain, answers), strict=True)):
+                watch(kind, pixels[n], questions[n], text == true, said[n], answers[n])
+                hits += text == true
+                asked[true.startswith(NONE)] += 1
+                refused[true.startswith(NONE)] += text.startswith(NONE)
         scores.append(Score.counted(kind, Share(hits, count), **_blind(source, words, kind, held_out, start + 2**20)))
-    if answerable:
-        scores.append(Score.counted("refused though it can be answered", Share(refused, answerable)))
+    names = {True: "refused where nothing can be answered", False: "refused though it can be answered"}
+    scores += [Score.counted(name, Share(refused[none], asked[none])) for none, name in names.items() if asked[none]]
     return scores
 
 
@@ -94,7 +109,14 @@ def _blind(source: SceneSource, words: Words, kind: str, held_out: bool, start: 
 
 
 def drawn(
-    drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: bool = False, batch: int = BATCH
+    drawer: Drawer,
+    judge: Judge,
+    count: int,
+    *,
+    seed: int = 0,
+    held_out: bool = False,
+    batch: int = BATCH,
+    watch: Watch = unwatched,
 ) -> list[Score]:
     """The share of drawings that the judge takes for what was asked, by GenEval's kinds of prompt, and their mean."""
     if count < 1:
@@ -108,6 +130,8 @@ def drawn(
             rows = slice(first, first + batch)
             pixels = drawer(texts[rows], number * count + first)
             right.append(judge.right(asked.spec[rows], pixels.to(asked.spec.number.device)))
+            for picture, text, hit in zip(pixels, texts[rows], right[-1].tolist(), strict=True):
+                watch(kind, picture, text, bool(hit))
         hits += int(torch.cat(right).sum())
         scores.append(Score.counted(kind, Share(int(torch.cat(right).sum()), count)))
     return [*scores, Score.counted("all", Share(hits, count * len(DRAWINGS)))]

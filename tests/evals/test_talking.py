@@ -5,11 +5,11 @@ import torch
 
 from evals.test_judge import shapes
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
-from vitrail.data.words import Words, ask, balanced, prompts
+from vitrail.data.words import Words, ask, balanced, matches, prompts
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.errors import ConfigError
 from vitrail.evals.suites import talking
-from vitrail.evals.suites.talking import answered, drawn, plain
+from vitrail.evals.suites.talking import answered, drawn, plain, redrawn
 
 KINDS = ("existence_random", "counting", "colour", "unanswerable_colour")
 
@@ -75,30 +75,50 @@ def test_words_are_what_counts():
 
 
 class Judge:
-    def __init__(self, words):
-        self.words = words
+    """Sees the scenes that pictures were made of."""
+
+    def __init__(self, source, words):
+        self.words, self.made = words, source.draw(torch.arange(2000))
+        self.rows = {picture.numpy().tobytes(): row for row, picture in enumerate(self.made.pixels)}
+
+    def look(self, pixels):
+        return self.made.scenes[torch.tensor([self.rows[picture.numpy().tobytes()] for picture in pixels])]
 
     def right(self, spec, pixels):
-        return pixels[:, 0, 0, 0] == spec.number.sum(1)
+        return matches(self.words, spec, self.look(pixels))
 
 
-def test_drawings_by_kind(scenes, monkeypatch):
-    monkeypatch.setattr(talking, "BATCH", 64)
-    words, seen = scenes[1], []
-    wanted = {
-        text: int(n)
-        for kind in DRAWINGS
-        for asked in [prompts(words, kind, 6, 3)]
-        for text, n in zip(words.pieces.read(asked.text), asked.spec.number.sum(1), strict=True)
-    }
+def test_drawings_by_kind(scenes):
+    """Drawn is the first scene that fulfils a prompt, and for every second prompt a scene that does not."""
+    judge, words, seen = Judge(*scenes), scenes[1], []
+    asked = {kind: prompts(words, kind, 6, 3) for kind in DRAWINGS}
+    every = judge.made.scenes
+
+    def fits(spec):
+        return matches(words, spec[torch.zeros(len(every.count), dtype=torch.long)], every)
+
+    able = {kind: [bool(fits(one.spec[i : i + 1]).any()) for i in range(6)] for kind, one in asked.items()}
 
     def drawer(texts, first):
         seen.append((first, len(texts)))
-        rows = torch.tensor([wanted[text] for text in texts], dtype=torch.uint8)
-        rows = rows + (torch.arange(len(texts)) + first) % 2  # every second is wrong
-        return rows.view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+        kind, at = list(DRAWINGS)[first // 6], first % 6
+        rows = []
+        for i in range(at, at + len(texts)):
+            right = fits(asked[kind].spec[i : i + 1])
+            rows.append(int((right if i % 2 else ~right).int().argmax()))
+        return judge.made.pixels[rows]
 
-    scores = drawn(drawer, Judge(words), 6, seed=3, batch=4)
-    assert [score.name for score in scores] == [*DRAWINGS, "all"]
-    assert all(score.value == 0.5 for score in scores) and scores[-1].of == 36
+    scores = drawn(drawer, judge, 6, seed=3, batch=4)
+    assert [score.name for score in scores] == [*DRAWINGS, "all"] and scores[-1].of == 36
+    hits = {kind: sum(one for i, one in enumerate(able[kind]) if i % 2) for kind in DRAWINGS}
+    assert {score.name: round(score.value * 6) for score in scores[:-1]} == hits and sum(hits.values()) > 6
     assert seen[:3] == [(0, 4), (4, 2), (6, 4)]
+    assert 0 <= scores[-1].beside["others"] < scores[-1].value
+
+
+def test_true_pictures_are_taken_as_far_as_the_codec_shows_them():
+    scene = {"repeat": 0.5, "tint": 0.7, "combinations": "all"}
+    source = SceneSource(ScenesConfig(atlas="-", preset="plain", side=24, seed=5, scene=scene), shapes())
+    judge = Judge(source, Words.of(source.atlas.table))
+    whole, mixed = (redrawn(through, judge, source, 10, batch=8) for through in (lambda x: x, lambda x: x.roll(1, 0)))
+    assert whole.value == 1 and whole.of == 60 and mixed.value < 0.6

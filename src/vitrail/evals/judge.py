@@ -84,8 +84,8 @@ def judge_error(verdict: Tensor, truth: Tensor) -> Error:
 # ---- renders whose truth is known -------------------------------------------------------------------------------
 
 
-def labelled(words: Words, source: SceneSource, kind: str, n: int, *, start: int = 0) -> tuple[Spec, Drawn]:
-    """n pictures, each with a wish of this kind: every second one as it was drawn, the others wrong in one thing."""
+def fulfilled(words: Words, source: SceneSource, kind: str, n: int, *, start: int = 0) -> tuple[Spec, Drawn]:
+    """n pictures, each with a wish of this kind that it fulfils."""
     index, batch = start, max(64, 4 * n)
     specs, drawn = [], []
     while sum(len(s.number) for s in specs) < n:
@@ -99,6 +99,12 @@ def labelled(words: Words, source: SceneSource, kind: str, n: int, *, start: int
         index += batch
     right = Spec(*(torch.cat([getattr(s, f.name) for s in specs])[:n] for f in fields(Spec)))
     scenes = Scenes(*(torch.cat([getattr(d.scenes, f.name) for d in drawn])[:n] for f in fields(Scenes)))
+    return right, Drawn(scenes, torch.cat([d.pixels for d in drawn])[:n])
+
+
+def labelled(words: Words, source: SceneSource, kind: str, n: int, *, start: int = 0) -> tuple[Spec, Drawn]:
+    """n pictures, each with a wish of this kind: every second one as it was drawn, the others wrong in one thing."""
+    right, drawn = fulfilled(words, source, kind, n, start=start)
     wrong = altered(right, kind)
     odd = torch.arange(n, device=right.number.device) % 2 == 1
 
@@ -106,7 +112,7 @@ def labelled(words: Words, source: SceneSource, kind: str, n: int, *, start: int
         a, b = getattr(right, name), getattr(wrong, name)
         return torch.where(odd.view(-1, *[1] * (a.ndim - 1)), b, a)
 
-    return Spec(*(mixed(f.name) for f in fields(Spec))), Drawn(scenes, torch.cat([d.pixels for d in drawn])[:n])
+    return Spec(*(mixed(f.name) for f in fields(Spec))), drawn
 
 
 def altered(spec: Spec, kind: str) -> Spec:

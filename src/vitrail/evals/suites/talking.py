@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vitrail.data.scenes.source import SceneSource
-from vitrail.data.words import Words, ask, baselines, prompts
+from vitrail.data.words import Words, ask, baselines, matches, prompts
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.errors import ConfigError
-from vitrail.evals.judge import Judge
+from vitrail.evals.judge import Judge, fulfilled
 from vitrail.evals.shares import Score, Share
 
 Answerer = Callable[[Tensor, list[str]], list[str]]
@@ -109,29 +109,37 @@ def _blind(source: SceneSource, words: Words, kind: str, held_out: bool, start: 
 
 
 def drawn(
-    drawer: Drawer,
-    judge: Judge,
-    count: int,
-    *,
-    seed: int = 0,
-    held_out: bool = False,
-    batch: int = BATCH,
-    watch: Watch = unwatched,
+    drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: bool = False, batch: int = BATCH
 ) -> list[Score]:
-    """The share of drawings that the judge takes for what was asked, by GenEval's kinds of prompt, and their mean."""
+    """The share of drawings that the judge takes for what was asked, by GenEval's kinds of prompt, and their mean;
+    beside it the share that it takes for what the next prompt of the kind asks."""
     if count < 1:
         raise ConfigError(f"{count} drawings of each kind", "ask for at least one")
-    scores, hits = [], 0
+    scores, hits, chance = [], 0, 0
     for number, kind in enumerate(DRAWINGS):
         asked = prompts(judge.words, kind, count, seed, held_out=held_out)
-        texts = judge.words.pieces.read(asked.text)
-        right = []
+        texts, others = judge.words.pieces.read(asked.text), asked.spec[torch.arange(count).roll(1)]
+        right, taken = 0, 0
         for first in range(0, count, batch):
             rows = slice(first, first + batch)
-            pixels = drawer(texts[rows], number * count + first)
-            right.append(judge.right(asked.spec[rows], pixels.to(asked.spec.number.device)))
-            for picture, text, hit in zip(pixels, texts[rows], right[-1].tolist(), strict=True):
-                watch(kind, picture, text, bool(hit))
-        hits += int(torch.cat(right).sum())
-        scores.append(Score.counted(kind, Share(int(torch.cat(right).sum()), count)))
-    return [*scores, Score.counted("all", Share(hits, count * len(DRAWINGS)))]
+            seen = judge.look(drawer(texts[rows], number * count + first).to(asked.spec.number.device))
+            right += int(matches(judge.words, asked.spec[rows], seen).sum())
+            taken += int(matches(judge.words, others[rows], seen).sum())
+        scores.append(Score.counted(kind, Share(right, count), others=taken / count))
+        hits, chance = hits + right, chance + taken
+    every = count * len(DRAWINGS)
+    return [*scores, Score.counted("all", Share(hits, every), others=chance / every)]
+
+
+def redrawn(
+    through: Callable[[Tensor], Tensor], judge: Judge, source: SceneSource, count: int, *, batch: int = BATCH
+) -> Score:
+    """True pictures in place of drawings, as a codec shows them (uint8 (B, 3, H, W) → (B, 3, H, W)): what the judge
+    refuses of these no drawing in its codes could have."""
+    hits = 0
+    for kind in DRAWINGS:
+        spec, made = fulfilled(judge.words, source, kind, count)
+        for first in range(0, count, batch):
+            rows = slice(first, first + batch)
+            hits += int(judge.right(spec[rows], through(made.pixels[rows]).to(spec.number.device)).sum())
+    return Score.counted("true pictures through the codec", Share(hits, count * len(DRAWINGS)))

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from generate.test_seen import CASES, laid, pictures
 from helpers import randomize, relative
 from vitrail.errors import ConfigError
-from vitrail.generate import GREEDY, captured, prefill, text
+from vitrail.generate import GREEDY, captured, prefill, seen, text
 from vitrail.generate.captured import Captured, CapturedStep
-from vitrail.generate.seen import Seeing, rows, stream, write
+from vitrail.generate.seen import Seeing, stream, write
 from vitrail.models.vlm import VLM
 from vitrail.stream import build, words
+from vitrail.stream.pack import rows
 
 GRAPHED = ["llava", "next", "qwen2", "qwen3"]
 
@@ -170,18 +171,21 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("name", GRAPHED)
 def test_words_are_laid_out_while_the_device_looks(name, graphs, monkeypatch):
-    """From the glance to the first token of a prompt whose kind is known, nothing waits for the device."""
+    """From the glance to the first token of a prompt whose kind is known, nothing waits for the device, and no batch is
+    packed, which would keep the device waiting."""
     model = VLM(CASES[name])
     prompts = [asked(model, seed) for seed in range(2)]
     model = model.to("meta").eval()
     prompts = [(streams, shown._replace(pixels=shown.pixels.to("meta"))) for streams, shown in prompts]
     monkeypatch.setattr(text, "choose", lambda *_: torch.tensor([1, 2, 3]))  # which has to wait
     streams, shown = prompts[0]
-    Captured.of(model.decoder, 3, 64).prefills[prefill._kind(model, rows(streams), (shown, None))] = None  # met once
+    Captured.of(model.decoder, 3, 64).prefills[prefill._kind(model, streams, (shown, None))] = None  # met once
     write(model, streams, shown, max_new=1, sampling=GREEDY)
     assert len(graphs) == 3
     for graph in graphs:
         graph.replay = lambda: None
+    for module in (prefill, seen):
+        monkeypatch.setattr(module, "rows", None)
     with Waits() as waits:
         write(model, *prompts[1], max_new=1, sampling=GREEDY)
     assert len(graphs) == 3 and waits.waits == [] and waits.sent == 1  # the ids
@@ -252,7 +256,11 @@ def test_what_moved_is_noticed():
         lambda: model.tower.load_state_dict({k: v.clone() for k, v in model.tower.state_dict().items()}, assign=True),
         lambda: setattr(model.tower, "beside", torch.nn.Identity()),
         lambda: setattr(model.tower.blocks[0], "mlp", torch.nn.Identity()),
+        lambda: setattr(model.tower.blocks[0], "mlp", None),
         lambda: model.connector.register_parameter("more", torch.nn.Parameter(torch.ones(1))),
+        lambda: setattr(model.connector, "more", None),
+        lambda: model.tower.blocks.register_parameter("more", torch.nn.Parameter(torch.ones(1))),  # which had none
+        lambda: delattr(model.tower.blocks, "more"),
     ):
         held = captured.Pinned(model.tower, model.connector)
         assert held.hold()

@@ -12,13 +12,14 @@ from vitrail.encoders import PackedViTConfig, ViTConfig
 from vitrail.errors import ConfigError, StreamError
 from vitrail.generate import GREEDY, Sampling
 from vitrail.generate.captured import CapturedStep, capturable
-from vitrail.generate.seen import Seeing, rows, stream, write
+from vitrail.generate.seen import Seeing, stream, write
 from vitrail.hub import from_hf
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
 from vitrail.processing.anyres import AnyRes
 from vitrail.processing.resolution import Naive, Native
 from vitrail.stream import Rules, build, pack, words
+from vitrail.stream.pack import rows
 
 VOCAB = 61
 TOWER = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=PlainConfig(hidden=24))

@@ -9,6 +9,7 @@ B batch, V vocabulary
 
 from collections.abc import Callable, Hashable, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary, proxy
 
@@ -166,37 +167,24 @@ def kept(model: Decoder) -> "Captured | None":
 class Pinned:
     """Where the weights of modules lie: a graph reads them there, whatever the model's names point to by now.
 
-    Asked before every prompt, and so it looks every name up again instead of walking the tree, which takes several
-    times as long.
+    Asked before every prompt, and so it compares the tables of all modules instead of walking the tree, which takes
+    several times as long; most modules have no weights of their own, and need only be seen to have none still.
     """
 
     def __init__(self, *modules: nn.Module):
-        self._tables: list[dict[str, Any]] = []  # of parts and of weights
-        parts: list[tuple[dict[str, Any], str]] = []
-        weights: list[tuple[dict[str, Any], str]] = []
-        left = list(modules)
-        while left:
-            module = left.pop()
-            self._tables += [module._modules, module._parameters]
-            parts += [(module._modules, name) for name in module._modules]
-            weights += [(module._parameters, name) for name in module._parameters]
-            left += [part for part in module._modules.values() if part is not None]
-        self._parts, self._weights = _columns(parts), _columns(weights)
-        self._then = self._now()
+        every = {id(part): part for module in modules for part in module.modules()}.values()
+        self._parts = [part._modules for part in every]
+        self._weights = [part._parameters for part in every if part._parameters]
+        self._without = [part._parameters for part in every if not part._parameters]
+        self._then = [dict(parts) for parts in self._parts], self._places()
 
     def hold(self) -> bool:
         """Whether all are where they were."""
-        return self._now() == self._then
+        return not any(self._without) and (self._parts, self._places()) == self._then
 
-    def _now(self) -> tuple[list[int], list[nn.Module | None], list[int | None]]:
-        """How many names each table holds, the parts, and where the weights lie."""
-        weights = map(dict.get, *self._weights)
-        places = [None if weight is None else weight.data_ptr() for weight in weights]
-        return list(map(len, self._tables)), list(map(dict.get, *self._parts)), places
-
-
-def _columns(pairs: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
-    return [table for table, _ in pairs], [name for _, name in pairs]
+    def _places(self) -> list[int | None]:
+        weights = chain.from_iterable(map(dict.values, self._weights))
+        return [None if weight is None else weight.data_ptr() for weight in weights]
 
 
 def _unfit(model: Decoder) -> str | None:

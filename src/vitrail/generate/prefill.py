@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vitrail.backbones.fusion import DeepStackConfig, Stacked
 from vitrail.connectors import MergerConfig, ProjectorConfig
@@ -21,7 +22,8 @@ from vitrail.encoders import PackedViT, ViT
 from vitrail.generate.captured import Captured, Pinned, graph_of, kept, send
 from vitrail.models.vlm import SEEN, VLM, Seen, Shown
 from vitrail.nn import Block, KVCache, Plan
-from vitrail.stream import Batch, merge
+from vitrail.stream import Batch, Stream, merge
+from vitrail.stream.pack import rows
 
 COMPILED: dict[str, Any] = {"dynamic": False}  # how torch compiles blocks
 LIMIT = 128  # versions of a block that it may compile: a kind of prompt has up to three, and torch would stop at 8
@@ -31,21 +33,24 @@ Given = Sequence[Shown | None]
 """Pictures and videos."""
 
 
-def prefilled(model: VLM, batch: Batch, shown: Given, steps: Captured, looked: "Looked | None" = None) -> Tensor | None:
+def prefilled(
+    model: VLM, streams: Sequence[Stream], shown: Given, steps: Captured, looked: "Looked | None" = None
+) -> Tensor | None:
     """Logits (B, V) of the next tokens, of rows that the steps' cache then holds; None where the prompt has to go
-    through the model itself: its kind is new, or none that a graph can be made of. `looked` is what `glance` gave."""
-    if not _fits(model, batch):
+    through the model itself: its kind is new, or none that a graph can be made of. `looked` is what `glance` gave.
+    The streams are laid out as a batch for a new graph alone: it takes as long as all else here."""
+    if not _fits(model, streams):
         return None
-    known, kind = steps.prefills, _kind(model, batch, shown)
+    known, kind = steps.prefills, _kind(model, streams, shown)
     met, found = kind in known, known.pop(kind, None)
     held = found is not None and (found.has(looked) or found.weights.hold())  # they held when it began to look
     if met and not held:
         with compiled_blocks(model) if steps.compiled else nullcontext():
-            found = CapturedPrefill(model, batch, shown, steps.cache)
+            found = CapturedPrefill(model, rows(streams), shown, steps.cache)
     known[kind] = found  # the last used is the last forgotten
     if len(known) > KEPT:
         del known[next(iter(known))]
-    return None if found is None else found(batch, shown, looked)
+    return None if found is None else found(streams, shown, looked)
 
 
 class Looked(NamedTuple):
@@ -84,13 +89,13 @@ def compiled_blocks(model: VLM) -> Iterator[None]:
 
 
 class CapturedPrefill:
-    """`prefill(batch, shown)` → logits (B, V), for prompts of one kind; they live in one buffer. It keeps no model.
+    """`prefill(streams, shown)` → logits (B, V), for prompts of one kind; they live in one buffer. It keeps no model.
 
     Tower and connector are one graph, the decoder another, so that the first can begin before the words are there.
     """
 
     def __init__(self, model: VLM, batch: Batch, shown: Given, cache: KVCache):
-        self.cache, self.longest, self.shapes = cache, max(batch.lengths), _shapes(shown)
+        self.cache, self.shapes = cache, _shapes(shown)
         self.weights = Pinned(model.tower, model.connector, model.stack)  # the steps look after the decoder's
         self.laid = laid = _lay(model, batch, shown, cache.k.device)  # the graphs read these: they have to stay
         head = torch.zeros(len(batch.lengths), model.config.decoder.vocab, dtype=cache.k.dtype, device=cache.k.device)
@@ -112,14 +117,14 @@ class CapturedPrefill:
         """Whether what that look found is still there."""
         return looked is not None and looked.by is self and looked.number == self.looks
 
-    def __call__(self, batch: Batch, shown: Given, looked: Looked | None = None) -> Tensor:
+    def __call__(self, streams: Sequence[Stream], shown: Given, looked: Looked | None = None) -> Tensor:
         if not self.has(looked):
             self.look(shown)
-        send(batch.ids, self.laid.batch.ids)
+        send(pad_sequence([stream.ids for stream in streams], batch_first=True), self.laid.batch.ids)
         self.reading.replay()
         cache = self.cache
-        cache.lengths, cache.filled = self.laid.lengths.clone(), self.longest
-        cache.even = len(set(batch.lengths)) == 1
+        cache.lengths, cache.filled = self.laid.lengths.clone(), self.laid.batch.ids.shape[1]
+        cache.even = len(set(self.laid.batch.lengths)) == 1
         return self.logits
 
 
@@ -202,14 +207,14 @@ def _shapes(shown: Given) -> tuple[Any, ...]:
     return tuple(None if one is None else (one.shapes, one.pixels.shape) for one in shown)
 
 
-def _kind(model: VLM, batch: Batch, shown: Given) -> tuple[Any, ...]:
+def _kind(model: VLM, streams: Sequence[Stream], shown: Given) -> tuple[Any, ...]:
     """All of a prompt but its ids and pixels, and where the one weight lies that is nobody's part."""
-    laid = (batch.kinds, batch.positions, batch.source, batch.row)
+    laid = (x for one in streams for x in (one.kinds, one.positions, one.source, one.row))
     newline = None if model.newline is None else model.newline.data_ptr()
-    return batch.lengths, newline, _shapes(shown), *(x.numpy().tobytes() for x in laid)
+    return newline, _shapes(shown), *(x.numpy().tobytes() for x in laid)
 
 
-def _fits(model: VLM, batch: Batch) -> bool:
+def _fits(model: VLM, streams: Sequence[Stream]) -> bool:
     """Whether the pass can be captured: the parts below are known to leave the host alone."""
     config = model.config
     return (
@@ -217,5 +222,5 @@ def _fits(model: VLM, batch: Batch) -> bool:
         and model.queries is None
         and isinstance(config.connector, (MergerConfig, ProjectorConfig))
         and model.decoder.trims
-        and not bool(batch.spans.any())
+        and not any(bool(stream.spans.any()) for stream in streams)
     )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import ConfigError
@@ -18,9 +17,8 @@ from vitrail.generate.prefill import Looked, glance, prefilled
 from vitrail.generate.text import MakeStepper, Piece, Written
 from vitrail.models.looking import LookingVLM, Views
 from vitrail.models.vlm import VLM, Shown
-from vitrail.stream import Batch, Stream, pack
-from vitrail.stream.build import FIELDS
-from vitrail.stream.pack import PADDING
+from vitrail.stream import Batch, Stream
+from vitrail.stream.pack import rows
 
 
 class Seeing:
@@ -42,27 +40,27 @@ class Seeing:
         looked: Looked | None = None,
     ):
         device, count = model.decoder.embed.weight.device, len(streams)
-        self.model, self.batch, self.looked = model, rows(streams), looked
+        self.model, self.streams, self.looked = model, streams, looked
         self.shown: Any = (pictures,) if isinstance(model, LookingVLM) else (pictures, videos)
-        behind = torch.stack([stream.positions.max() for stream in streams]) + 1  # (B,)
-        shift = [place - len(stream) for place, stream in zip(behind.tolist(), streams, strict=True)]
+        behind = [int(stream.positions.max()) + 1 for stream in streams]
+        shift = [place - len(stream) for place, stream in zip(behind, streams, strict=True)]
         self.captured: Captured | None = None
-        if capacity is not None and max(shift) <= 0 and capturable(model.decoder, count, capacity):
+        if capacity is not None and max(shift, default=0) <= 0 and capturable(model.decoder, count, capacity):
             self.captured = (Compiled if compiled else Captured).of(model.decoder, count, capacity, shift)
         self.cache = model.decoder.cache(count) if self.captured is None else self.captured.cache
-        self.next = behind[:, None] if self.captured else behind[:, None].to(device)  # (B, 1), for plain steps alone
+        self.next = torch.tensor(behind, device="cpu" if self.captured else device)[:, None]  # (B, 1), of plain steps
 
     def prefill(self, ids: Tensor, counts: Tensor) -> Tensor:
-        if len(counts) != len(self.batch.lengths):
+        if len(counts) != len(self.streams):
             raise ConfigError(
-                f"{len(counts)} prompts for {len(self.batch.lengths)} streams",
+                f"{len(counts)} prompts for {len(self.streams)} streams",
                 "guidance has no negative streams: leave it out",
             )
         if self.captured is not None and isinstance(self.model, VLM):
-            logits = prefilled(self.model, self.batch, self.shown, self.captured, self.looked)
+            logits = prefilled(self.model, self.streams, self.shown, self.captured, self.looked)
             if logits is not None:
                 return logits
-        batch = _placed(self.batch, self.model.decoder.embed.weight.device)
+        batch = _placed(rows(self.streams), self.model.decoder.embed.weight.device)
         hidden = self.model.hidden(batch, *self.shown, cache=self.cache)  # (B, L, W)
         return self.model.decoder.logits(hidden[torch.arange(len(counts), device=counts.device), counts - 1])
 
@@ -74,15 +72,6 @@ class Seeing:
         return logits[:, 0]
 
 
-def rows(streams: Sequence[Stream]) -> Batch:
-    """One sample a row, in their order, where `pack` would lay short ones side by side."""
-    longest = max(map(len, streams), default=0)
-    even = [stream if len(stream) == longest else _padded(stream, longest) for stream in streams]
-    batch, lengths = pack(even, longest), tuple(map(len, streams))
-    there = torch.arange(longest) < torch.tensor(lengths)[:, None]  # (B, L)
-    return replace(batch, lengths=lengths, segments=torch.where(there, batch.segments, -1))
-
-
 def _placed(batch: Batch, device: torch.device) -> Batch:
     """The features' places where the features will be; what else a batch holds is read on the host."""
     fills = {
@@ -90,14 +79,6 @@ def _placed(batch: Batch, device: torch.device) -> Batch:
         for feed, fill in batch.fills.items()
     }
     return replace(batch, fills=fills)
-
-
-def _padded(stream: Stream, length: int) -> Stream:
-    fields: dict[str, Any] = {}
-    for field in FIELDS:
-        values = getattr(stream, field)  # (L,), positions (L, 3)
-        fields[field] = F.pad(values, (*(0, 0) * (values.ndim - 1), 0, length - len(values)), value=PADDING[field])
-    return replace(stream, **fields)
 
 
 def write(

@@ -9,6 +9,7 @@ B rows, L tokens of a row, P places filled by features
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +135,15 @@ def pack(streams: Sequence[Stream], budget: int, *, trim: bool = False) -> Batch
     )
 
 
+def rows(streams: Sequence[Stream]) -> Batch:
+    """One sample a row, in their order, where `pack` would lay short ones side by side."""
+    longest = max(map(len, streams), default=0)
+    even = [stream if len(stream) == longest else _padded(stream, longest) for stream in streams]
+    batch, lengths = pack(even, longest), tuple(map(len, streams))
+    there = torch.arange(longest) < torch.tensor(lengths)[:, None]  # (B, L)
+    return replace(batch, lengths=lengths, segments=torch.where(there, batch.segments, -1))
+
+
 def split(batch: Batch, x: Tensor) -> tuple[Tensor, ...]:
     """(B, L, …) → one (length, …) a sample, in the order they were given; gradients go through."""
     segments = batch.segments.flatten()
@@ -153,6 +163,14 @@ def unpack(batch: Batch) -> list[Stream]:
             stream = replace(stream, spans=torch.where(inside, stream.spans - stream.spans[inside].min() + 1, 0))
         streams.append(stream)
     return streams
+
+
+def _padded(stream: Stream, length: int) -> Stream:
+    fields: dict[str, Any] = {}
+    for field in FIELDS:
+        values = getattr(stream, field)  # (L,), positions (L, 3)
+        fields[field] = F.pad(values, (*(0, 0) * (values.ndim - 1), 0, length - len(values)), value=PADDING[field])
+    return replace(stream, **fields)
 
 
 def _row(pieces: list[Tensor], width: int, padding: int | bool, numbered: bool = False) -> Tensor:

@@ -22,10 +22,7 @@ NEEDS_PACKAGE = {"stories-lora"} | {
 }
 
 
-UNTESTED = sorted(f"untested/{path.stem}" for path in (recipe.folder() / "untested").glob("*.toml"))
-
-
-@pytest.mark.parametrize("name", [*recipe.names(), *UNTESTED])
+@pytest.mark.parametrize("name", [*recipe.names(), *recipe.untested()])
 def test_every_recipe_is_read_and_its_file_is_called_as_it_is(name):
     assert recipe.read(name).name == name.removeprefix("untested/")
 
@@ -71,6 +68,8 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
         ("stages.0.schedule.kind=square", "square|Invalid"),
         ("tokenizer.train=10", "vocab_size"),
         ("model.kind=oracle", "oracle"),
+        ("sources.docs.kind=llava", r"'llava'.*\n.*known: text, scenes"),
+        ("sources.docs.kind=txt", "did you mean 'text'"),
         ("sources.docs.package=encyclopedia", "encyclopedia|Invalid"),
         ("stages=[]", "no stage"),
     ],
@@ -162,9 +161,11 @@ def test_adapters_beside_weights_that_all_train_are_refused():
 
 
 def test_recipes_are_listed(capsys):
+    """Those without a kept result apart."""
     cli.list_recipes()
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in recipe.names())
+    trained, others = capsys.readouterr().out.split("\nnot yet trained:\n")
+    assert [line.split()[0] for line in trained.splitlines()] == recipe.names()
+    assert [line.split()[0] for line in others.splitlines()] == recipe.untested()
 
 
 @pytest.mark.slow

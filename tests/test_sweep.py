@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import pytest
 
@@ -221,3 +222,103 @@ def test_a_bad_change_is_refused_before_anything_is_run(quick, tmp_path):
 def test_every_sweep_is_read(name, tmp_path):
     found = sweep.read(name)
     assert found.name == name and sweep.runs(found, tmp_path)
+
+
+# ---- what is trained before -------------------------------------------------------------------------------------
+
+TINY = """
+name = "{name}"
+says = "x"
+tokenizer = {{ {words} }}
+
+[model]
+kind = "decoder"
+parts = {{ {parts} }}
+
+[model.config]
+vocab = 300
+layers = 1
+rotary = {{ head_dim = 8 }}
+block = {{ width = 16, norm = "rms", attention = {{ heads = 2 }}, mlp = {{ kind = "gated", hidden = 16 }} }}
+
+[sources.docs]
+kind = "text"
+files = ["text.txt"]
+length = 8
+
+[[stages]]
+name = "learn"
+task = "text"
+steps = 1
+batch = 2
+mixture = {{ weights = {{ docs = 1.0 }} }}
+optim = {{ kind = "adamw", lr = 3e-3 }}
+"""
+
+
+@pytest.fixture
+def chain(tmp_path, monkeypatch):
+    """Three recipes, each from the one before, and a sweep over the last that needs the others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
+    before = {"first": "", "second": "first", "third": "second"}
+    for name, start in before.items():
+        words = f'start = "out/{start}/final"' if start else "train = 300"
+        parts = f'blocks = {{ start = "out/{start}/final" }}' if start else ""
+        (tmp_path / f"{name}.toml").write_text(TINY.format(name=name, words=words, parts=parts))
+    file = tmp_path / "chain.toml"
+    file.write_text(
+        'name = "chain"\nsays = "x"\nrecipe = "third.toml"\nseeds = [0]\nneeds = ["first.toml", "second.toml"]\n'
+        '[[variants]]\nname = "one"\n'
+    )
+    return file
+
+
+def test_what_a_sweep_starts_from_is_trained_first(chain, tmp_path, capsys):
+    command(str(chain), out=tmp_path / "runs", device="cpu")
+    said = capsys.readouterr().out.splitlines()
+    commands = [f"vitrail train {name}.toml --out out/{name}" for name in ("first", "second")]
+    assert said[:2] == [f"first: {one}" for one in commands]
+    assert all((tmp_path / "out" / name / "final").is_dir() for name in ("first", "second"))
+    assert (tmp_path / "runs" / "one" / "seed-0" / "final").is_dir()
+    assert not sweep.missing(sweep.read(chain))
+
+
+def test_without_training_the_commands_are_told(chain, tmp_path):
+    with pytest.raises(ConfigError, match=r"starts from out/second/final") as caught:
+        command(str(chain), out=tmp_path / "runs", train=False)
+    lines = [line.strip() for line in caught.value.remedy.splitlines()[1:]]
+    assert lines == [f"vitrail train {name}.toml --out out/{name}" for name in ("first", "second")]
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_what_is_missing_is_trained(chain, tmp_path):
+    """Neither what is there, nor what only served to train what is there."""
+    (tmp_path / "out" / "first" / "final").mkdir(parents=True)
+    assert [need.recipe for need in sweep.missing(sweep.read(chain))] == ["second.toml"]
+    (tmp_path / "out" / "first" / "final").rmdir()
+    (tmp_path / "out" / "second" / "final").mkdir(parents=True)
+    assert not sweep.missing(sweep.read(chain))
+
+
+def test_one_recipe_may_be_needed_twice(chain, tmp_path):
+    changed = {"recipe": "first.toml", "name": "second", "changes": {"stages.0.steps": 2, "says": "it's"}}
+    [need] = sweep.missing(sweep.read(chain).with_(needs=("first.toml", sweep.Need.read(changed))))
+    assert need.read_recipe().stages[0].steps == 2 and need.read_recipe().says == "it's"
+    _, _, name, *changes, _, out = shlex.split(need.command)
+    assert (name, out) == ("first.toml", "out/second")
+    assert recipe.read(name, dict(change.split("=", 1) for change in changes)) == need.read_recipe()
+
+
+@pytest.mark.slow  # every recipe's model is built, without weights
+@pytest.mark.parametrize("name", [path.stem for path in sweep.folder().glob("*.toml")])
+def test_every_sweep_names_what_it_needs(name, tmp_path, monkeypatch):
+    """In a clean folder, in an order in which each finds what it starts from."""
+    monkeypatch.chdir(tmp_path)
+    found = sweep.read(name)
+    needs = sweep.missing(found)
+    assert len(needs) == len(found.needs)
+    for need in needs:
+        assert not sweep._absent(need.read_recipe())
+        (need.folder / "final").mkdir(parents=True)
+    assert not any(sweep._absent(found.read_recipe(variant, 0)) for variant in found.variants)

@@ -161,6 +161,49 @@ def test_one_question_is_a_chat_of_one_turn(talker, a, b):
     )
 
 
+def test_answers_side_by_side_are_those_of_single_asking(talker, a, b, monkeypatch):
+    """Rows of unequal lengths: the padding changes nothing."""
+    shown = [a, [], [a, b], b, [b]]
+    asked = [
+        "what is this?",
+        "how many?",
+        "which of the two is larger, and is a ball behind it?",
+        "red",
+        "is it a cube?",
+    ]
+    single = [talker.ask(*one, max_new=12) for one in zip(shown, asked, strict=True)]
+    assert len(set(single)) == 5 and talker.answers(shown, asked, max_new=12) == single
+    monkeypatch.setattr("vitrail.talker.talker.USUAL", 10)  # else the longest that an answer usually is
+    assert talker.answers(shown, asked) == [talker.ask(*one) for one in zip(shown, asked, strict=True)]
+    monkeypatch.setattr("vitrail.talker.talker.USUAL", 256)
+    held = len(talker.prompt([talker.turn(a, "what " * 10)]).stream)
+    full = [a, b, a], ["what " * (10 + 256 - held - room) for room in (4, 7, 4)]  # or what the context has room for
+    assert talker.answers(*full) == [talker.ask(*one) for one in zip(*full, strict=True)]
+
+
+def test_likelihood_is_what_transformers_logits_say(theirs, talker, a, b):
+    """Of each option's words and the end, options of unequal lengths in one batch."""
+    model, _ = theirs
+    options = ["a red cube", "a ball", "and how many balls are there behind it?"]
+    stream, shown, _ = talker.prompt([talker.turn([a, b], "what is this?")])
+    wanted = []
+    for option in options:
+        more = [*talker.words.encode(f" {option}"), talker.words.eos]
+        ids = torch.cat([stream.ids, torch.tensor(more)])[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, pixel_values=shown.pixels).logits[0]
+        chances = logits.log_softmax(-1)[len(stream) - 1 : -1]
+        wanted.append(float(chances[torch.arange(len(more)), more].sum()))
+    assert talker.likelihood([a, b], "what is this?", options) == pytest.approx(wanted, rel=1e-4)
+    other = talker.likelihood(b, "how many?", options[:1])
+    both = talker.likelihoods([([a, b], "what is this?", options), (b, "how many?", options[:1])])
+    assert both[0] == pytest.approx(wanted, rel=1e-4) and both[1] == pytest.approx(other, rel=1e-4)
+    assert len(talker.likelihood([], "what?", ["a", "b"])) == 2
+    for wrong in ([], [" "]):
+        with pytest.raises(ConfigError, match="option"):
+            talker.likelihood(a, "what?", wrong)
+
+
 def test_a_question_may_say_where_its_pictures_stand(talker, a, b):
     turn = talker.turn([a, b], "is <image> larger than <image>?")
     kinds = [part.get("image", part.get("text")) for part in turn["content"]]
@@ -366,6 +409,14 @@ def test_a_model_that_looks(tmp_path, a, b):
     expected = talker.words.decode(ids[len(stream) :])
     assert talker.ask([a, b], "what is this?", max_new=8) == expected.strip()
     assert talker.ask([], "what is this?", max_new=3) != expected
+    several, asked = [a, [a, b], b], ["what?", "what is this?", "how many balls are there?"]
+    single = [talker.ask(*one, max_new=6) for one in zip(several, asked, strict=True)]
+    assert talker.answers(several, asked, max_new=6) == single
+    more = [*talker.words.encode(" a cube"), talker.words.eos]
+    whole = build([said([*stream.ids.tolist(), *more])])
+    chances = talker.model(pack([whole], len(whole)), shown)[0, len(stream) - 1 : -1].log_softmax(-1)
+    wanted = chances[torch.arange(len(more)), more].sum().item()
+    assert talker.likelihood([a, b], "what is this?", ["a red ball", "a cube"])[1] == pytest.approx(wanted, rel=1e-4)
     twice = Talker(talker.model, talker.words, ChatTemplate(TEMPLATE.replace("<image>", "<image><image>")))
     with pytest.raises(TextError, match=r"made 2 places for pictures .* of 1"):
         twice.ask(a, "what is this?", max_new=1)

@@ -80,11 +80,15 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) ->
     """msgspec's message carries the path; add the nearest known name to an unknown field."""
     text = str(error)
     unknown = re.search(r"unknown field `(.+?)`", text)
-    if unknown is None:
-        # An error raised by a nested __post_init__ already says what to do.
-        return error.__cause__ if isinstance(error.__cause__, ConfigError) else ConfigError(f"{cls.__name__}: {text}")
     where = re.search(r"at `\$\.?(.*)`", text)
     path = where.group(1) if where else ""
+    if unknown is None:
+        # An error raised by a nested __post_init__ already says what to do.
+        if isinstance(error.__cause__, ConfigError):
+            return error.__cause__
+        wrong = re.search(r"Invalid value '(.*)' - at", text)
+        kinds = [] if wrong is None else _tags_at(cls, path)
+        return ConfigError(f"{cls.__name__}: {text}", nearest(wrong.group(1), kinds) if wrong and kinds else "")
     name = unknown.group(1)
     full = f"{path}.{name}" if path else name
     return ConfigError(f"{cls.__name__} has no key {full!r}", nearest(name, _fields_at(cls, path)))
@@ -92,11 +96,26 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) ->
 
 def _fields_at(cls: type, path: str) -> tuple[str, ...]:
     """Field names of the struct that `path` (as msgspec prints it) leads to, or of all that it may lead to."""
+    return tuple(dict.fromkeys(name for node in _nodes_at(cls, _steps(path)) for name in node.__struct_fields__))
+
+
+def _tags_at(cls: type, path: str) -> list[str]:
+    """The kinds of structs that the tag at the end of `path` chooses among; [] where that is none."""
+    *way, last = _steps(path) or [""]
+    configs = [node.__struct_config__ for node in _nodes_at(cls, way)]
+    return [str(config.tag) for config in configs if config.tag_field == last]
+
+
+def _steps(path: str) -> list[str]:
+    return list(filter(None, re.split(r"\.|\[.*?\]", path)))
+
+
+def _nodes_at(cls: type, steps: list[str]) -> list[Any]:
     nodes: list[Any] = [cls]
-    for step in filter(None, re.split(r"\.|\[.*?\]", path)):
+    for step in steps:
         kinds = [f.type for node in nodes for f in msgspec.structs.fields(node) if f.name == step]
         nodes = [struct for kind in kinds for struct in _structs(kind)]
-    return tuple(dict.fromkeys(name for node in nodes for name in node.__struct_fields__))
+    return nodes
 
 
 def _structs(kind: Any) -> list[type]:

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +19,7 @@ from vitrail.codecs.codec import Codec
 from vitrail.codecs.video import VideoCodec
 from vitrail.config import Config, lay
 from vitrail.data.captions import captions
+from vitrail.data.conversations import ConversationsConfig, ConversationSource
 from vitrail.data.episodes.source import EpisodesConfig, EpisodeSource
 from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
@@ -40,10 +41,13 @@ from vitrail.models.genie import Genie
 from vitrail.models.latent_actions import LatentActions
 from vitrail.models.looking import LookingVLM
 from vitrail.models.masked import Masked
+from vitrail.models.named import fill_model, spell_out
 from vitrail.models.qlip import QLIP, TaughtCodec
 from vitrail.models.unified import Unified
 from vitrail.models.vlm import VLM
 from vitrail.processing.text import Tokenizer
+from vitrail.talker.speech import speech_of
+from vitrail.tasks.chat import ChatSettings, ChatTask
 from vitrail.tasks.codec import CodecSettings, CodecTask
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
@@ -77,10 +81,17 @@ class TaskKind(NamedTuple):
     sources: tuple[type[Config], ...]
     settings: type[Config] = Config
     told: Callable[[Any], Pieces] | None = None  # what is said of a source's pictures, to train a tokenizer on
+    even: bool = True  # whether batches have one shape, or few, as a compiler needs
 
 
 def _captions(source: Any) -> Pieces:
     return captions(source).pieces
+
+
+def _chat(model: VLM, sources: Sources, words: Tokenizer | None, settings: ChatSettings) -> ChatTask:
+    ended = words is None or settings.template == "ended"
+    speech = None if ended else speech_of(model, words, settings.template)
+    return ChatTask(model, sources, words, settings, speech)
 
 
 TASKS: dict[str, TaskKind] = {
@@ -115,6 +126,7 @@ TASKS: dict[str, TaskKind] = {
         VLMSettings,
         lambda source: talks(source, 1).pieces,
     ),
+    "chat": TaskKind(_chat, VLM, (ConversationsConfig,), ChatSettings, lambda source: source.pieces, even=False),
     "video-codec": TaskKind(
         lambda m, sources, words, settings: make_frames_task(m, "codec", settings),
         (Genie, VideoCodec),
@@ -142,7 +154,11 @@ class StartPart(Config):
 
 
 class ModelPart(Config):
-    """A model by its config, or one that `hub.load` knows, to start from. `parts` start from parts of others."""
+    """A model by its config, or one that `hub.load` knows, to start from. `parts` start from parts of others.
+
+    In a recipe a vision-language model may have a `preset`, with `config` laid over it (`vitrail.models.named`); what
+    is read has the whole config, so that a run goes on with what it began with.
+    """
 
     kind: str = "decoder"
     config: dict[str, Any] | None = None
@@ -171,7 +187,7 @@ class TokenizerPart(Config):
             raise ConfigError("specials of a tokenizer that is loaded", "leave them out: it has its own")
 
 
-SourceConfig = TextConfig | ScenesConfig | NamedConfig | EpisodesConfig
+SourceConfig = TextConfig | ScenesConfig | NamedConfig | EpisodesConfig | ConversationsConfig
 
 
 class Recipe(Config):
@@ -184,6 +200,10 @@ class Recipe(Config):
     seed: int = 0
     lora: LoRAConfig | None = None
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Self:
+        return super().read({**data, "model": fill_model(data["model"])} if "model" in data else data)
+
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError(f"recipe {self.name!r} has no stage", "add a [[stages]] table")
@@ -195,6 +215,11 @@ class Recipe(Config):
                 raise ConfigError(f"stages[{i}].task is {stage.task!r}", f"known: {', '.join(TASKS)}")
             self.settings(i)
             kind = TASKS[stage.task]
+            if stage.compile and not kind.even:
+                raise ConfigError(
+                    f"stages[{i}] is to be compiled, and every batch of the task {stage.task!r} has another shape",
+                    "leave compile out",
+                )
             for key, wanted in (("mixture.weights", stage.mixture.weights), ("judge", stage.judge)):
                 for source in wanted:
                     if source not in self.sources:
@@ -270,18 +295,26 @@ def names() -> list[str]:
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 
+def untested() -> list[str]:
+    """Recipes that can be trained, of which no result is kept."""
+    return sorted(f"untested/{path.stem}" for path in (folder() / "untested").glob("*.toml"))
+
+
 def read(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe by name or file, with changes laid over it: dotted keys, and values as they are or, in text, as TOML."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = folder() / f"{name_or_path}.toml"
     if not path.is_file():
-        raise ConfigError(f"no recipe {str(name_or_path)!r}", f"known: {', '.join(names())}; or give a .toml file")
+        raise ConfigError(
+            f"no recipe {str(name_or_path)!r}", f"known: {', '.join((*names(), *untested()))}; or give a .toml file"
+        )
     try:
         data = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     for key, value in (overrides or {}).items():
+        spell_out(data.get("model"))  # a key may lead into a part that a name stands for
         lay(data, key, value)
     return Recipe.read(data)
 
@@ -304,13 +337,19 @@ def tiny(recipe: Recipe) -> Recipe:
 HOW = ("workers", "save_every", "judge", "judge_every", "compile", "recompute")
 
 
+def started_from(recipe: Recipe) -> dict[str, str]:
+    """What starts → the model that its weights or words start from."""
+    model, words = recipe.model, recipe.tokenizer
+    named = {"the model": model.start, "the tokenizer": None if words is None else words.start}
+    named |= {name: part.start for name, part in model.parts.items()}
+    return {what: start for what, start in named.items() if start is not None}
+
+
 def starts(recipe: Recipe) -> dict[str, str]:
     """Every model that weights or words start from, with a digest of what it holds: one that is trained anew is
     another. What a package holds is pinned, and not fetched to be told."""
-    model, words = recipe.model, recipe.tokenizer
-    named = {part.start for part in model.parts.values()} | {model.start, None if words is None else words.start}
     found = {}
-    for start in sorted(name for name in named if name is not None):
+    for start in sorted(set(started_from(recipe).values())):
         if start in PACKAGES and not Path(start).exists():
             found[start] = " ".join(part.sha256 for part in PACKAGES[start].parts)
         else:
@@ -376,6 +415,8 @@ def _pictures(recipe: Recipe) -> Sources:
             shown[name] = NamedSource(config, name)
         elif isinstance(config, EpisodesConfig):
             shown[name] = EpisodeSource(config)
+        elif isinstance(config, ConversationsConfig):
+            shown[name] = ConversationSource(config, name)
     return shown
 
 

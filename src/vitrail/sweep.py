@@ -8,6 +8,7 @@ n seeds
 
 import json
 import re
+import shlex
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from vitrail.hub.packages import PACKAGES
 from vitrail.lab.origin import origin
 from vitrail.lab.student import half_width
 
+OUT = Path("out")
 ORIGIN = "origin.json"
 Test = Callable[[Path, tuple[str, ...], Path], None]
 """Test a model in a folder by the words of a suite, and write the scores into a JSON file."""
@@ -35,9 +37,30 @@ class Variant(Config):
     changes: dict[str, Any] = {}
 
 
+class Need(Config):
+    """What has to be trained before: a recipe, into out/NAME, by the recipe's own name unless given."""
+
+    recipe: str
+    name: str | None = None
+    changes: dict[str, bool | int | float | str] = {}
+
+    @property
+    def folder(self) -> Path:
+        return OUT / (self.name or Path(self.recipe).stem)
+
+    @property
+    def command(self) -> str:
+        changes = [f"{key}={json.dumps(value)}" for key, value in self.changes.items()]
+        return shlex.join(["vitrail", "train", self.recipe, *changes, "--out", str(self.folder)])
+
+    def read_recipe(self) -> recipes.Recipe:
+        return recipes.read(self.recipe, _quoted(self.changes))
+
+
 class Sweep(Config):
     """`changes` of the recipe are for all variants; a variant's own are laid over them. `tests` are what `vitrail eval`
-    is asked of each model: a name, and the words behind the model's folder."""
+    is asked of each model: a name, and the words behind the model's folder. `needs` are the recipes whose results the
+    variants, or later ones of them, start from, in the order to train them in."""
 
     name: str
     says: str
@@ -46,6 +69,7 @@ class Sweep(Config):
     seeds: tuple[int, ...] = (0, 1, 2)
     changes: dict[str, Any] = {}
     tests: dict[str, tuple[str, ...]] = {}
+    needs: tuple[str | Need, ...] = ()
 
     def __post_init__(self) -> None:
         names = [_slug(variant.name) for variant in self.variants]
@@ -61,8 +85,7 @@ class Sweep(Config):
 
     def read_recipe(self, variant: Variant, seed: int) -> recipes.Recipe:
         changes = {**self.changes, **variant.changes, "seed": seed}
-        quoted = {key: json.dumps(value) if isinstance(value, str) else value for key, value in changes.items()}
-        return recipes.read(self.recipe, quoted)
+        return recipes.read(self.recipe, _quoted(changes))
 
 
 class Run(NamedTuple):
@@ -104,13 +127,50 @@ def runs(sweep: Sweep, out: Path, share: tuple[int, int] = (0, 1)) -> list[Run]:
     return found[share[0] :: share[1]]
 
 
+def _quoted(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts as TOML has them, so that they stay texts."""
+    return {key: json.dumps(value) if isinstance(value, str) else value for key, value in changes.items()}
+
+
+# ---- what is trained before -------------------------------------------------------------------------------------
+
+
 def check_starts(sweep: Sweep, out: Path) -> None:
     """Refuse a sweep of which a variant starts from a folder that is not there, before the first is trained."""
-    for run in runs(sweep, out):
-        for name, part in sweep.read_recipe(run.variant, run.seed).model.parts.items():
-            named = part.start in PACKAGES or part.start in shipped() or part.start.count("/") == 1  # an id of the hub
-            if not named and not Path(part.start).exists():
-                raise ConfigError(f"{run.name}: {name} starts from {part.start}, which is not there", "train it first")
+    for run in runs(sweep.with_(seeds=sweep.seeds[:1]), out):  # a seed starts from nothing of its own
+        for name, start in _absent(sweep.read_recipe(run.variant, run.seed)).items():
+            commands = "".join(f"\n    {need.command}" for need in missing(sweep))
+            raise ConfigError(
+                f"{run.name}: {name} starts from {start}, which is not there",
+                f"train it first:{commands}" if commands else "train it first",
+            )
+
+
+def missing(sweep: Sweep) -> list[Need]:
+    """Of what a sweep needs all that is still to be trained, in order; what only serves to train another that is there
+    already is not."""
+    reads = [sweep.read_recipe(variant, sweep.seeds[0]) for variant in sweep.variants]
+    wanted = {start for chosen in reads for start in _absent(chosen).values()}
+    found: list[Need] = []
+    for one in reversed(sweep.needs):
+        need = Need(recipe=one) if isinstance(one, str) else one
+        if str(need.folder / "final") in wanted:
+            found.insert(0, need)
+            wanted |= set(_absent(need.read_recipe()).values())
+    return found
+
+
+def _absent(chosen: recipes.Recipe) -> dict[str, str]:
+    """What starts → the folder that it would start from and that is not there."""
+    starts = recipes.started_from(chosen)
+    return {what: start for what, start in starts.items() if not _known(start) and not Path(start).exists()}
+
+
+def _known(start: str) -> bool:
+    return start in PACKAGES or start in shipped() or start.count("/") == 1  # an id of the hub
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
 
 
 def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None:

@@ -1,13 +1,15 @@
 """`vitrail eval MODEL pope --data FILE`: what is asked, shown, written and kept."""
 
 import json
+import re
 
 import pytest
 
 from data.formats.conftest import MAKERS
+from vitrail.cli import COMMANDS
 from vitrail.cli.eval import app
 from vitrail.errors import VitrailError
-from vitrail.evals.suites.benchmarks import benchmark
+from vitrail.evals.suites.benchmarks import BENCHMARKS, benchmark
 
 
 class Toy:
@@ -16,6 +18,19 @@ class Toy:
     def ask(self, pictures, question, **how):
         self.how = how
         return "no" if (isinstance(pictures, list) and not pictures) or "dog" in question else "yes"
+
+    def answers(self, shown, questions, **how):
+        self.most = max(getattr(self, "most", 0), len(questions))
+        return [self.ask(*asked, **how) for asked in zip(shown, questions, strict=True)]
+
+
+def test_help_names_every_suite(capsys):
+    """The names are written out, so that help needs no torch."""
+    for words in (("--help",), ("benchmark", "--help")):
+        run(*words)
+        told = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+        assert set(BENCHMARKS) <= told
+    assert str(len(BENCHMARKS)) in COMMANDS["eval"].says
 
 
 @pytest.fixture
@@ -36,18 +51,44 @@ def test_pope(tmp_path, toy, capsys):
     run("folder", "pope", *where, "--out", out, "--answers", kept, "--max-new", 8, "--device", "cpu")
     told = capsys.readouterr().out
     assert "accuracy, split popular" in told and "always yes 50.0%, blind 50.0%" in told
-    assert toy.how == {"max_new": 8} and len(kept.read_text().splitlines()) == 12
+    assert toy.how == {"max_new": 8} and toy.most == 6 and len(kept.read_text().splitlines()) == 12
     found = json.loads(out.read_text())
     assert (found["suite"], found["model"]) == ("pope", "folder") and found["prompt"].startswith("{question}")
     assert found["scores"][0]["value"] == 1 and found["scores"][0]["beside"] == {"always yes": 0.5, "blind": 0.5}
-    run("folder", "pope", *where, "--no-blind", "--mode", "lmms-eval", "--limit", 3)
-    assert "of 3 " in capsys.readouterr().out
+    toy.most = 0
+    run("folder", "pope", *where, "--no-blind", "--mode", "lmms-eval", "--limit", 3, "--batch", 2)
+    assert "of 3 " in capsys.readouterr().out and toy.most == 2
+
+
+def test_a_page(tmp_path, toy, monkeypatch):
+    made, page = MAKERS["mmbench"][1](tmp_path), tmp_path / "found.html"
+    monkeypatch.setattr("sys.argv", ["vitrail", "eval", "folder", "mmbench"])
+    monkeypatch.setattr(toy, "ask", lambda shown, question, **_: "A" if "colour" in question else "<who knows>")
+    run("folder", "mmbench", "--data", made.path, "--page", page, "--device", "cpu")
+    told = page.read_text()
+    assert "<code>vitrail eval folder mmbench</code>" in told and "chance" in told
+    assert not re.search(r"""(src|href)=["']?http""", told)
+    right, unread = told.index("<h3>Right</h3>"), told.index("<h3>Not read</h3>")
+    assert "<h3>Wrong</h3>" not in told and told.count("data:image/png") == 2
+    assert "right: A. teal" in told[right:unread] and "answer: &lt;who knows&gt;" in told[unread:]
+    assert "right: D. both" in told[unread:] and "without the picture: A" in told[right:unread]
+    with pytest.raises(VitrailError, match="--page"):
+        run("folder", "mmbench", "--data", made.path, "--page", tmp_path / "found.html" / "x.html")
 
 
 def test_names_shared_with_suites_of_scenes(tmp_path, toy, capsys):
     made = MAKERS["winoground"][1](tmp_path)
     run("folder", "winoground", f"--data={made.path}", "--pictures", made.options["pictures"])
     assert "chance 6.2%" in capsys.readouterr().out
+
+
+def test_by_likelihood(tmp_path, toy, capsys):
+    made = MAKERS["mmbench"][1](tmp_path)
+    toy.likelihoods = lambda asked: [[-float(option != "teal") for option in options] for *_, options in asked]
+    run("folder", "mmbench", "--data", made.path, "--by", "likelihood", "--out", tmp_path / "found.json")
+    assert "accuracy, category attribute  100.0%" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["by"], found["prompt"]) == ("likelihood", "{question}")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +98,7 @@ def test_names_shared_with_suites_of_scenes(tmp_path, toy, capsys):
         (("pope", "--data", "nowhere.json"), "nowhere.json does not exist"),
         (("pope", "--data", "{data}", "--boxes", "llava"), "pope has no option 'boxes'"),
         (("pope", "--data", "{data}", "--circular"), "no multiple choice"),
+        (("pope", "--data", "{data}", "--by", "likelihood"), "no choice between options"),
         (("pope", "--data", "{data}", "--annotations", "x.json"), "has no option 'annotations'"),
         (("chair", "--data", "{data}"), "cannot be scored without synonyms"),
         (("pope", "--data", "{data}", "--prompt", "{nope}"), "cannot be filled in"),

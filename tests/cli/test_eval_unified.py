@@ -41,6 +41,21 @@ def test_questions(run):
     assert "blind" in shown and found["preset"] == "colours" and found["unseen"] is False
 
 
+def test_a_page_of_answers(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrail.evals.suites.talking.GUESSED", 256)
+    page = tmp_path / "found.html"
+    run("questions", "--preset", "colours", "--kinds", "counting", "--count", 5, "--page", page)
+    told = page.read_text()
+    assert "<h3>how many there are</h3>" in told and "right: " in told and 1 <= told.count("data:image/png") <= 4
+
+
+def test_a_page_of_drawings(run, tmp_path):
+    page = tmp_path / "found.html"
+    run("drawing", "--judge", tmp_path / "judge", "--count", 2, "--steps", 1, "--page", page)
+    told = page.read_text()
+    assert "<h3>two things of two colours</h3>" in told and told.count("data:image/png") == 12
+
+
 def test_things_are_those_of_a_recipe(run, monkeypatch):
     names = sorted(set(shapes().table.names))[:4]
     sources = {
@@ -90,7 +105,8 @@ def test_pictures_are_named_by_the_folder_they_lie_in(run, tmp_path):
 
 def test_drawing(run, tmp_path):
     found, _ = run("drawing", "--judge", tmp_path / "judge", "--count", 2, "--steps", 2, "--batch", 1, "--concepts", 8)
-    assert [score["of"] for score in found["scores"]] == [2] * 6 + [12]
+    assert [score["of"] for score in found["scores"]] == [2] * 6 + [12, 12]
+    assert found["scores"][-1]["name"] == "true pictures through the codec" and "others" in found["scores"][0]["beside"]
     assert found["concepts"] == 8 and found["steps"] == 2
 
 

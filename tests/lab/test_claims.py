@@ -164,8 +164,8 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     chosen = claim("qlip-words-fall")
     asked = []
 
-    def sweep(name, *, out, jobs, show, device):
-        asked.append((name, jobs, device))
+    def sweep(name, *, out, jobs, show, device, train):
+        asked.append((name, jobs, device, train))
         rows = [
             {"variant": variant, "test": one.test, "score": one.score, "values": {"0": a, "1": a, "2": a + 0.01}}
             for one in sorted(claims().values(), key=lambda one: one is chosen)
@@ -181,7 +181,7 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("vitrail.cli.sweep.sweep", sweep)
     command.run("qlip-words-fall", out=tmp_path / "runs", jobs=2, device="cpu")
-    assert asked == [("qlip-weights", 2, "cpu")]
+    assert asked == [("qlip-weights", 2, "cpu", True)]
     said = capsys.readouterr().out
     assert "−40.0 points [−40.0, −40.0]: holds" in said and "cannot decide" not in said
     monkeypatch.chdir(tmp_path)

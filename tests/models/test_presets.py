@@ -12,6 +12,8 @@ from hub.test_qwen_vl import RELEASED
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import DeepStackConfig
 from vitrail.backbones.presets import DECODERS
+from vitrail.codecs.presets import CODECS
+from vitrail.codecs.tower import CodesTower, CodesTowerConfig
 from vitrail.connectors import ConvMergerConfig, ProjectorConfig, QFormerConfig, ResamplerConfig, make_connector
 from vitrail.encoders import ViT, ViTConfig
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
@@ -28,6 +30,9 @@ TOKENS = {  # of a picture of 640 × 480
     "llava-1.0": 16**2,
     "llava-1.5-7b": 24**2,
     "llava-1.5-13b": 24**2,
+    "llava-1.5-qlip": 28**2,
+    "llava-1.5-qlip-last": 28**2,
+    "llava-1.5-qlip-codes": 28**2,
     "llava-next-7b": 24**2 + 36 * (48 + 1),
     "prismatic-7b": 27**2,
     "blip2-opt-2.7b": 32,
@@ -62,6 +67,16 @@ def test_tokens(name):
     assert type(config).read(config.plain()) == config
 
 
+@pytest.mark.parametrize("name", VLMS)
+def test_a_picture_leaves_room_for_words(name):
+    """Of the shapes that pictures have none takes fewer tokens than what is compared with the context."""
+    config = VLMS[name]
+    counts = [
+        config.tokens(config.policy.cut(*size)) for size in ((480, 640), (30, 2000), (448, 448), (900, 7), (1, 9))
+    ]
+    assert 0 < config.least <= min(counts) and config.least < config.decoder.context
+
+
 def test_token_scaling():
     """1,450 tokens are condensed to 256, and to 8 more for every further question."""
     config = VLMS["token-scaling"]
@@ -87,7 +102,8 @@ def test_sizes(name):
     config = VLMS[name]
     with torch.device("meta"):
         model = VLM(config)
-        tower = {TowersConfig: Towers, PackedViTConfig: PackedViT, ViTConfig: ViT}[type(config.tower)](config.tower)
+        kinds = {TowersConfig: Towers, PackedViTConfig: PackedViT, ViTConfig: ViT, CodesTowerConfig: CodesTower}
+        tower = kinds[type(config.tower)](config.tower)
         stack = [make_connector(config.stack) for _ in config.tower.taps] if config.stack else []
         queries = [make_connector(config.queries)] if config.queries else []
         parts = tower, make_connector(config.connector), *stack, *queries, Decoder(config.decoder)
@@ -154,6 +170,20 @@ def test_unknown():
         vlm_named("llava1.5-7b")
 
 
+def test_qlip_is_read_before_its_last_block_behind_it_or_behind_its_quantizer():
+    """Three LLaVAs of one encoder: 1,024 features of 784 patches, or the 28 bits of each."""
+    before, last, codes = (VLMS[f"llava-1.5-qlip{end}"] for end in ("", "-last", "-codes"))
+    codec = CODECS["qlip-l14-392"]
+    assert before.tower == last.tower == codes.tower.encoder == codec.net.encoder
+    assert (before.layer, last.layer, codes.layer) == (-2, -1, None)
+    assert (before.width, last.width, codes.width) == (1024, 1024, 28)
+    assert (before.mean, before.std, before.policy.size) == (codec.mean, codec.std, 392)
+    with torch.device("meta"):
+        sizes = [size(VLM(one)) for one in (before, last, codes)]
+        into = size(CodesTower(codes.tower).into)
+    assert sizes[0] == sizes[1] == sizes[2] - into + (1024 - 28) * 4096
+
+
 QUERIES = QFormerConfig(reads=1024, gives=4096)
 
 
@@ -168,11 +198,16 @@ QUERIES = QFormerConfig(reads=1024, gives=4096)
         ("prismatic-7b", {"layer": -2}, "their own layers"),
         ("llava-next-7b", {"connector": ResamplerConfig(reads=1024, gives=4096)}, "newlines"),
         ("llava-next-7b", {"connector": QUERIES}, "newlines"),
+        ("llava-1.5-qlip-codes", {"layer": -2}, "leave them out"),
+        ("llava-1.5-qlip", {"tower": VLMS["llava-1.5-qlip-codes"].tower, "layer": None}, "reads = 28"),
         ("token-scaling", {"queries": None}, "gives = 4096"),
         ("token-scaling", {"connector": ConvMergerConfig(reads=1024, gives=4096, newline=True)}, "gives = 1024"),
         ("internvl3-2b", {"prefix": True}, "lie in many ways"),
         ("internvl3-2b", {"stack": VLMS["internvl3-2b"].connector}, "0 taps"),
         ("llava-1.5-7b", {"decoder": DECODERS["llama-2-7b"].with_(fusion=DeepStackConfig(at=(0, 1)))}, "0 taps"),
+        ("llava-1.5-7b", {"decoder": DECODERS["llama-2-7b"].with_(context=128)}, "context to more than 576"),
+        ("llava-1.5-7b", {"decoder": DECODERS["llama-2-7b"].with_(context=576)}, "no room for a word"),
+        ("token-scaling", {"decoder": DECODERS["llama-2-7b"].with_(context=256)}, "lower queries.first"),
     ],
 )
 def test_what_cannot_be_is_refused_before_it_is_built(name, change, says):

@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "vitrail.cli.eval:app",
-        "Test a contrastive model (by prompt, retrieval, swapped captions), or any picture tower (linear probe).",
+        "Test contrastive, vision-language, unified and world models and picture towers: own suites, 15 benchmarks.",
         "vitrail eval out/clip/final zeroshot --data cifar10",
     ),
     "export": Command(

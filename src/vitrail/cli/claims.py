@@ -42,6 +42,7 @@ def run(
     out: Path | None = None,
     jobs: int = 1,
     device: str | None = None,
+    train: bool = True,
     keep: Annotated[bool, Parameter(negative="")] = False,
     results: Path = RESULTS,
 ) -> None:
@@ -57,6 +58,8 @@ def run(
         Runs side by side, each in a process of its own.
     device
         cpu or cuda; a GPU is used where there is one.
+    train
+        Train what the sweep starts from first, where it is not there; or say how, and stop.
     keep
         Put the sweep's table, with where it comes from, among the results, and write docs/claims.md anew.
     results
@@ -76,7 +79,7 @@ def run(
             f"the sweep {chosen.sweep!r} has {seeds} seed{'s' if seeds > 1 else ''}, and fewer than {SEEDS} cannot "
             f"decide: give it seeds = {list(range(SEEDS))} in {sweeps.folder() / chosen.sweep}.toml\n"
         )
-    sweep(chosen.sweep, out=out, jobs=jobs, show=(chosen.score,), device=device)
+    sweep(chosen.sweep, out=out, jobs=jobs, show=(chosen.score,), device=device, train=train)
     print(f"\n{chosen.says}: claimed {chosen.range}")
     print(judge(chosen, read_kept(out / "table.json").values))
     print(f"\n{RULE}")

@@ -1,4 +1,4 @@
-"""`vitrail eval`: what a contrastive model can do, each score with its interval and beside what is had without it."""
+"""`vitrail eval`: what a model can do, each score with its interval and beside what is had without it."""
 
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -7,6 +7,7 @@ from cyclopts import App, Parameter
 
 from vitrail.cli.eval_benchmark import benchmark
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
+from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
 from vitrail.cli.eval_unified import drawing, questions, stress
@@ -18,9 +19,8 @@ Widths = Annotated[tuple[int, ...], Parameter(negative="")]
 
 app = App(
     name="eval",
-    help="Test a contrastive model: classes by prompt, retrieval, a linear probe, and pairs of swapped captions; a "
-    "unified one: questions and drawings; a vision-language model: published benchmarks from their own files; a world "
-    "model: control, drift and what its actions mean.",
+    help="Test what a model can do, each score with its interval and beside what is had without it; or compare two by "
+    "the answers that were kept.",
     help_epilogue="Example: vitrail eval out/clip/final zeroshot --data cifar10",
 )
 
@@ -34,17 +34,19 @@ def evaluate(
     Parameters
     ----------
     model
-        A folder with a contrastive model, ours or Hugging Face's (CLIP, SigLIP), or a hub id; for a probe any model
-        with a picture tower; for questions and drawing a unified model; for a benchmark one that answers questions.
+        A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
+        (CLIP, SigLIP); for a probe any with a picture tower; for questions, naming, stress and benchmarks one that
+        answers: a unified or a vision-language model; for drawing a unified one; for world and imitation a world model.
     suite
-        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; with
-        --data a benchmark, such as vqav2 or pope: `vitrail eval benchmark --help` names them.
+        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
+        benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, pope, mme, hallusionbench,
+        mmbench, winoground, aro, captions, chair or refcoco.
     words
         Options of the suite.
     """
     from vitrail.evals.suites.benchmarks import BENCHMARKS
 
-    known = [name for name in app if not name.startswith("-")]
+    known = [name for name in app if not name.startswith("-") and name != "compare"]
     filed = any(word.partition("=")[0] == "--data" for word in words)
     if suite in BENCHMARKS and (filed or suite not in known):
         app(["benchmark", suite, model, *words], result_action="return_value")
@@ -261,6 +263,9 @@ def aro(
 
 
 app.command(benchmark, help_epilogue="Example: vitrail eval llava-hf/llava-1.5-7b-hf pope --data coco_pope_random.json")
+app.command(
+    compare, help_epilogue="Example: vitrail eval compare pope first.jsonl second.jsonl --data coco_pope_random.json"
+)
 app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
 app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")
 app.command(stress, help_epilogue="Example: vitrail eval out/mini/final stress --vendors twemoji")

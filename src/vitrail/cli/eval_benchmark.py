@@ -1,12 +1,16 @@
 """`vitrail eval MODEL vqav2 --data FILE`: published benchmarks, asked from their own files."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from vitrail.cli.eval_common import COMMON, Common, device_of, tell
+from vitrail.cli.eval_common import ASKED, Asked, device_of, tell, write_page
 from vitrail.cli.written import check_written
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.evals.suites.benchmarks import Benchmark
 
 
 def benchmark(
@@ -23,6 +27,7 @@ def benchmark(
     prompt: str | None = None,
     blind: Annotated[bool, Parameter(negative="--no-blind")] = True,
     circular: Annotated[bool, Parameter(negative="")] = False,
+    by: Literal["answers", "likelihood"] = "answers",
     mode: str | None = None,
     boxes: str | None = None,
     tokenizer: str | None = None,
@@ -30,7 +35,8 @@ def benchmark(
     max_new: int | None = None,
     template: str | None = None,
     answers: Path | None = None,
-    common: Common = COMMON,
+    page: Path | None = None,
+    common: Asked = ASKED,
 ) -> None:
     """Ask the questions of a published benchmark, and score the answers as it does.
 
@@ -60,6 +66,9 @@ def benchmark(
         Ask everything again without pictures, and put that beside.
     circular
         Multiple choice: ask in every order that turning the options round gives; right is what is right in all.
+    by
+        Of multiple choice, Winoground and ARO: what a vision-language model answers, or the likeliest option as an
+        answer to the question alone; of captions the likeliest given the picture, which is ARO's own rule.
     mode
         Of POPE: pope, lmms-eval or vlmevalkit, which read and count differently.
     boxes
@@ -75,11 +84,14 @@ def benchmark(
     answers
         A file that every answer is added to as it comes. What it holds already of the same model, by name, is not
         asked again.
+    page
+        An HTML file to write the scores to, with examples of right, wrong and unread answers and their pictures.
     """
     from PIL import Image
 
     from vitrail.evals.suites import benchmarks
-    from vitrail.evals.suites.answered import answers as ask
+    from vitrail.evals.suites.answered import answers as answered
+    from vitrail.evals.suites.likely import likely
     from vitrail.studio import load, talks
 
     row = benchmarks.benchmark(name)
@@ -92,21 +104,49 @@ def benchmark(
     # What cannot be asked, scored or written is said before the weights are read.
     check_written(common.out, "--out")
     check_written(answers, "--answers")
+    check_written(page, "--page")
     samples.check()
     row.question(samples[0], prompt)
     row.score(samples, [""] * len(samples), **scored)
+    if by == "likelihood":
+        _check_weighed(row, model, max_new)
     asker = load(model, template=template, device=device_of(common))
-    how: dict[str, Any] = {} if max_new is None else {"max_new": max_new}
     # A unified model has to see something.
-    how |= {
+    how: dict[str, Any] = {
         "keep": answers,
         "model": model if template is None else f"{model} ({template})",
         "nothing": [] if talks(model) else Image.new("RGB", (64, 64), "grey"),
+        "batch": common.batch,
     }
-    said = ask(asker, samples, lambda sample: row.question(sample, prompt), **how)
-    unseen = ask(asker, samples, lambda sample: row.question(sample, prompt), blind=True, **how) if blind else None
+
+    def ask(blind: bool) -> list[str]:
+        if by == "likelihood":
+            return likely(asker.likelihoods, row, samples, prompt=prompt, blind=blind, **how)
+        more = {"together": asker.answers if talks(model) else asker.ask}
+        more |= {} if max_new is None else {"max_new": max_new}
+        return answered(asker, samples, lambda sample: row.question(sample, prompt), blind=blind, **how, **more)
+
+    said, unseen = ask(blind=False), ask(blind=True) if blind else None
     scores = row.score(samples, said, unseen, **scored)
-    settings = {"data": data, "prompt": prompt or row.prompt, "limit": limit, "circular": circular, "max_new": max_new}
+    asked = prompt or (row.weighed if by == "likelihood" else row.prompt)
+    settings = {"data": data, "by": by, "prompt": asked, "limit": limit, "circular": circular, "max_new": max_new}
     settings = {**settings, **where, **scored}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     tell(name, model, plain, scores, common)
+    if page is not None:
+        from vitrail.show.scored import examples_of
+
+        questions = [row.question(sample, prompt) for sample in samples]
+        examples = examples_of(row, samples, questions, said, unseen, **scored)
+        write_page(page, name, model, plain, scores, examples, common)
+
+
+def _check_weighed(row: "Benchmark", model: str, max_new: int | None) -> None:
+    from vitrail.studio import talks
+
+    if not row.weighed:
+        raise ConfigError(f"{row.format} is no choice between options", "leave --by out")
+    if max_new is not None:
+        raise ConfigError("options are weighed and nothing is written", "leave --max-new out")
+    if not talks(model):
+        raise ConfigError(f"{model} is no vision-language model, which options are weighed by", "leave --by out")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from vitrail import __version__
+from vitrail.cli.written import command_line
 from vitrail.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vitrail.evals.contrastive import Embedder
     from vitrail.evals.shares import Score
     from vitrail.evals.viewer import Viewer
+    from vitrail.show.scored import Example
 
 
 @Parameter(name="*")
@@ -30,6 +32,15 @@ class Common:
     "Where it runs; auto is a GPU where there is one."
     out: Path | None = None
     "A JSON file to write the settings and the scores to."
+
+
+@Parameter(name="*")
+@dataclass
+class Asked(Common):
+    """What benchmarks take: a language model keeps far more of a question than a tower of a picture."""
+
+    batch: int = 16
+    "Questions that the model answers side by side."
 
 
 @Parameter(name="*")
@@ -54,7 +65,7 @@ class Scenes:
         return {name: value for name, value in asked.items() if value}
 
 
-COMMON, SCENES = Common(), Scenes()
+COMMON, ASKED, SCENES = Common(), Asked(), Scenes()
 
 
 def open_viewer(name: str, common: Common) -> "Viewer":
@@ -166,3 +177,24 @@ def tell(
         except OSError as error:
             raise ConfigError(f"{common.out} cannot be written: {error.strerror}", "give another file") from None
         print(common.out)
+
+
+def write_page(
+    path: Path,
+    suite: str,
+    model: str,
+    settings: dict[str, Any],
+    scores: "Sequence[Score]",
+    examples: "Sequence[Example]",
+    common: Common,
+) -> None:
+    """The same as a page, with examples."""
+    from vitrail.lab.origin import origin
+    from vitrail.show.scored import scored
+
+    text = scored(suite, model, {**settings, **origin(command_line(), device_of(common))}, scores, examples)
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", "give another file with --page") from None
+    print(path)

@@ -1,12 +1,14 @@
 """`vitrail eval MODEL questions`, `stress` and `drawing`: what a model reads, and what a unified one draws."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, device_of, tell
+from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, device_of, tell, write_page
 from vitrail.cli.eval_reader import check_kinds, open_reader, scenes_of
+from vitrail.cli.written import check_written
 from vitrail.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def questions(
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
     names: str = "",
     sizes: tuple[float, float] | None = None,
+    page: Path | None = None,
     scenes: Scenes = SCENES,
     common: Common = COMMON,
 ) -> None:
@@ -47,11 +50,15 @@ def questions(
         unless said.
     sizes
         Of things, from … to, in shares of the picture's side; the preset's unless said.
+    page
+        An HTML file to write the scores to, with right and wrong answers of each kind and their pictures.
     """
     from vitrail.data.scenes.config import PRESETS
     from vitrail.evals.suites.talking import answered
+    from vitrail.show.scored import Gathered
 
     check_kinds(kinds)
+    check_written(page, "--page")
     if preset not in PRESETS:
         raise ConfigError(f"there are no scenes {preset!r}", nearest(preset, PRESETS))
     changes: dict[str, object] = {"names": _names(names)} if names else {}
@@ -59,8 +66,13 @@ def questions(
         changes["sizes"] = sizes
     reader = open_reader(model, common)
     source, words = scenes_of(preset, scenes, reader.side, changes)
-    scores = answered(reader.answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch)
-    tell("questions", model, {"preset": preset, "unseen": unseen} | asdict(scenes) | changes, scores, common)
+    seen, settings = Gathered("questions"), {"preset": preset, "unseen": unseen} | asdict(scenes) | changes
+    scores = answered(
+        reader.answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch, watch=seen
+    )
+    tell("questions", model, settings, scores, common)
+    if page is not None:
+        write_page(page, "questions", model, settings, scores, seen.examples, common)
 
 
 def _names(asked: str) -> list[str]:
@@ -136,9 +148,12 @@ def drawing(
     temperature: float = 1.0,
     seed: int = 0,
     atlas: str = "emoji",
+    true: str = "flat",
+    page: Path | None = None,
     common: Common = COMMON,
 ) -> None:
-    """Have prompts of GenEval's six kinds drawn, and a judge look at the drawings.
+    """Have prompts of GenEval's six kinds drawn, and a judge look at the drawings: beside what drawings for other
+    prompts would have, and true pictures in the model's codes.
 
     Parameters
     ----------
@@ -162,6 +177,10 @@ def drawing(
         Of the prompts and of the drawings.
     atlas
         Sprites whose names are asked for: emoji, or a .safetensors file.
+    true
+        Sprites that the true pictures are made of: those that the model learned to draw. "" for none.
+    page
+        An HTML file to write the scores to, with drawings of each kind that the judge took for right and for wrong.
     """
     import torch
 
@@ -170,9 +189,11 @@ def drawing(
     from vitrail.data.scenes.source import ScenesConfig, SceneSource
     from vitrail.data.words import Words
     from vitrail.evals.judge import Judge
-    from vitrail.evals.suites.talking import drawn
+    from vitrail.evals.suites.talking import drawn, redrawn
     from vitrail.models.detector import Detector
+    from vitrail.show.scored import Gathered
 
+    check_written(page, "--page")
     studio = _studio(model, common)
     detector = hub.load(judge, dtype=torch.float32, device=device_of(common))
     if not isinstance(detector, Detector):
@@ -184,18 +205,33 @@ def drawing(
 
     def drawer(texts: list[str], first: int) -> torch.Tensor:
         how = {"guidance": guidance, "steps": steps, "temperature": temperature}
-        ids = studio.draw_ids(texts, seed=seed + first, **how)
+        return shown(studio.draw_ids(texts, seed=seed + first, **how))
+
+    def shown(ids: torch.Tensor) -> torch.Tensor:
         pixels, side = studio.model.pixels(ids).float(), detector.config.image.image
         if pixels.shape[-1] != side:  # at the size that the judge was made for
             pixels = torch.nn.functional.interpolate(pixels, (side, side), mode="bicubic", antialias=True)
         return studio.model.codec.bytes(pixels)
 
-    scores = drawn(drawer, known, count, seed=seed, held_out=unseen, batch=common.batch)
+    def through(pixels: torch.Tensor) -> torch.Tensor:
+        return shown(studio.model.look(studio.model.codec.pixels(pixels))[1])
+
+    seen = Gathered("drawing")
+    scores = drawn(drawer, known, count, seed=seed, held_out=unseen, batch=common.batch, watch=seen)
+    if true:
+        more: dict[str, object] = {"repeat": 0.3, "tint": 0.5}  # so that there is something of every kind
+        config = ScenesConfig(atlas=true, preset="drawing", side=studio.model.codec.size[0], scene=more)
+        there = SceneSource(config, open_atlas(true)).only(names)
+        table = there.atlas.table
+        known = Judge(detector, Words.of(table).to(device_of(common)), table)
+        scores.append(redrawn(through, known, there, count, batch=common.batch))
     settings = {
         "judge": judge, "count": count, "concepts": len(names), "unseen": unseen, "guidance": guidance, "steps": steps,
-        "temperature": temperature, "seed": seed,
+        "temperature": temperature, "seed": seed, "true": true,
     }  # fmt: skip
     tell("drawing", model, settings, scores, common)
+    if page is not None:
+        write_page(page, "drawing", model, settings, scores, seen.examples, common)
 
 
 def _studio(model: str, common: Common) -> "Studio":

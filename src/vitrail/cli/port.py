@@ -71,10 +71,12 @@ def give(model: str, /, *, out: Out, family: str | None = None) -> None:
         )
     loaded, words = _read(found)
     with _new(out, loaded) as folder:
-        hub.to_hf(loaded, folder, family=family, tokenizer=words)
+        left_out = hub.to_hf(loaded, folder, family=family, tokenizer=words)
     about = read_json(out / THEIRS)
     named = next(str(about[key]) for key in ("model_type", "architecture", "_class_name") if key in about)
     _say(out, f"{named} from {type(loaded).__name__}", loaded, words)
+    for lacking in left_out:
+        print(f"  {lacking}")
 
 
 def _free(out: Path) -> Path:

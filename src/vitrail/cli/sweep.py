@@ -23,6 +23,7 @@ def sweep(
     jobs: int = 1,
     show: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: str | None = None,
+    train: bool = True,
     share: Annotated[str | None, Parameter(show=False)] = None,
 ) -> None:
     """Train a recipe in several variants and seeds, test every model alike, and show one table.
@@ -41,9 +42,12 @@ def sweep(
         Only scores whose names hold one of these words; may be repeated.
     device
         cpu or cuda; a GPU is used where there is one.
+    train
+        Train what the variants start from first, where it is not there; or say how, and stop.
     """
     from tqdm import tqdm
 
+    from vitrail import recipe as recipes
     from vitrail import sweep as sweeps
 
     chosen = sweeps.read(sweep)
@@ -54,6 +58,10 @@ def sweep(
     if mark.is_file() and mark.read_text() != chosen.name:
         raise ConfigError(f"{out} holds the sweep {mark.read_text()!r}", "give each a folder of its own")
     mark.write_text(chosen.name)
+    if train and share is None:
+        for need in sweeps.missing(chosen):
+            print(f"first: {need.command}", flush=True)
+            recipes.train(need.read_recipe(), need.folder, device=device)
     sweeps.check_starts(chosen, out)
     if share is None and jobs > 1:
         failed = _side_by_side(sweep, out, jobs, device)

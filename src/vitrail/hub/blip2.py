@@ -7,6 +7,7 @@ from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.encoders import patch_moves
 from vitrail.hub.family import Family, round_trip
+from vitrail.hub.habit import Habit
 from vitrail.hub.llava import WORDS, family_of, named, part, whole_spelt
 from vitrail.hub.maps import Move, fuse_layer, layer, under, view
 from vitrail.hub.opt import OPT
@@ -236,4 +237,11 @@ BLIP2 = Family(
     _moves,
     copies=COPIES,
     pictures=processors.BLIP,
+    habit=Habit(
+        "Blip2Processor",
+        "blip-2",
+        fields=lambda config, words: {"num_query_tokens": config.connector.queries},
+        fixed="<image>",
+        chats=False,
+    ),
 )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub.about import check_about
+from vitrail.hub.habit import Habit
 from vitrail.hub.maps import Move
 from vitrail.processing import footage
 from vitrail.processing.preprocessing import blamed, said
@@ -38,6 +39,7 @@ class Family:
     older      what older versions called parts of a name: (now, then)
     pictures   the image processor whose words set policy, mean and std of a config
     videos     whether a video processor's words set its footage
+    habit      how a vision-language model is spoken to, and what its processor is told
     """
 
     name: str
@@ -54,6 +56,7 @@ class Family:
     older: tuple[tuple[str, str], ...] = ()
     pictures: Processor | None = None
     videos: bool = False
+    habit: Habit | None = None
 
     def ignores(self, name: str) -> bool:
         return name.endswith(self.leftovers)

@@ -13,7 +13,7 @@ from vitrail import __version__
 from vitrail.codecs.quantizers import FSQ, Quantizer
 from vitrail.config import Config
 from vitrail.errors import CheckpointError, VitrailError
-from vitrail.hub import pictures
+from vitrail.hub import pictures, speaking
 from vitrail.hub.based import WORDS, Base, apart, base_of, joined, refuse_itself
 from vitrail.hub.configs import OWN, Found, find, layers, resolve
 from vitrail.hub.families import FAMILIES, MODELS
@@ -46,7 +46,8 @@ def save(
     """Write a model that `load` reads: vitrail.json (its kind and config) and safetensors. `small` keeps 8 bits a
     weight, with a scale a row. Of a decoder that came from `base`, a model by name or folder, only the difference is
     kept, and the base must be there when this is loaded (see `hub.based`). How pictures are prepared is written too
-    where the model came with another way than ours (see `hub.pictures`)."""
+    where the model came with another way than ours (see `hub.pictures`), and what came with a vision-language model
+    for transformers' processor (see `hub.speaking`)."""
     kind = next((kind for kind, (_, cls) in MODELS.items() if type(model) is cls), None)
     if kind is None:
         raise CheckpointError(f"{type(model).__name__} is not a kind that can be saved", f"known: {', '.join(MODELS)}")
@@ -60,10 +61,9 @@ def save(
     write_weights(folder, packed(tensors) if small else tensors)
     write_json(folder / OWN, about)
     pictures.keep(model, folder)
-    if tokenizer is not None:
-        tokenizer.save(folder)
-        if base is not None and _spells_alike(folder, base):
-            (folder / WORDS).unlink()
+    speaking.keep(model, folder, tokenizer)
+    if tokenizer is not None and base is not None and _spells_alike(folder, base):
+        (folder / WORDS).unlink()
 
 
 def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
@@ -99,11 +99,12 @@ def _spells_alike(folder: Path, base: str) -> bool:
 
 def to_hf(
     model: nn.Module, folder: str | Path, *, family: str | None = None, tokenizer: Tokenizer | None = None
-) -> None:
+) -> list[str]:
     """Write a folder that transformers loads. The family is found from the config unless named.
 
     A model that looks gets a preprocessor_config.json: what its config says of pictures or, of a tower, what came with
-    it, or, if it was made here, how ours is shown pictures.
+    it, or, if it was made here, how ours is shown pictures. A vision-language model gets all that transformers'
+    processor of its family asks for (see `hub.speaking`); what of it could not be written is returned, in words.
     """
     folder = Path(folder)
     if getattr(model.config, "place", False):
@@ -133,8 +134,7 @@ def to_hf(
     kept = {} if row.key == "_class_name" else {"dtype": dtype}  # diffusers takes it for an argument
     about = {row.key: row.name, **kept, **row.write(model.config)}
     write_json(folder / "config.json", pictures.export(model, folder, row, about))
-    if tokenizer is not None:
-        tokenizer.save(folder)
+    return speaking.export(model, folder, row, tokenizer)
 
 
 def build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
@@ -166,6 +166,7 @@ def build(found: Found, dtype: torch.dtype | None, device: str) -> nn.Module:
         tensors = _pull(weights, moves, family)
     model = _fill(model, tensors, found.path, dtype, device)
     pictures.remember(model, found.path, own=family is None)
+    speaking.remember(model, found.path)
     return model
 
 

@@ -13,6 +13,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.decoders import DECODERS, decoder_moves
 from vitrail.hub.encoders import ENCODERS
 from vitrail.hub.family import Family, refuse, round_trip
+from vitrail.hub.habit import Habit
 from vitrail.hub.maps import Move, fuse, fuse_layer, layer, rename, under, view
 from vitrail.hub.mllama import UNSAID, cross_moves, whole_spelt
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
@@ -218,4 +219,5 @@ IDEFICS = Family(
     _moves,
     copies=COPIES,
     pictures=processors.IDEFICS,
+    habit=Habit("IdeficsProcessor", "idefics", end="<end_of_utterance>", fixed="<image>", chats=False, pads=True),
 )

@@ -6,6 +6,7 @@ from vitrail.connectors import MergerConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.family import ACTIVATIONS, Family, round_trip
+from vitrail.hub.habit import Habit, Words
 from vitrail.hub.llava import COPIES, WORDS, family_of, named, part, whole_spelt
 from vitrail.hub.maps import Move, layer, under
 from vitrail.hub.towers_vl import TOWERS_VL, activation_name
@@ -82,13 +83,17 @@ def _write(config: VLMConfig) -> About:
         "vision_config": named(family_of(tower, TOWERS), tower),
         "text_config": named(family_of(config.decoder, WORDS), config.decoder),
         "image_token_id": config.rules.fill,
-        "image_seq_length": (tower.side // connector.merge) ** 2,
+        **_told(config, {}),
         "downsample_ratio": 1 / connector.merge,
         "projector_hidden_act": activation_name(connector.activation),
         "vision_feature_layer": -1 if config.layer is None else config.layer,
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": config.decoder.tied,
     }
+
+
+def _told(config: Any, words: Words) -> About:
+    return {"image_seq_length": (config.tower.side // config.connector.merge) ** 2}  # tokens of a tile
 
 
 def _moves(config: VLMConfig) -> list[Move]:
@@ -102,6 +107,14 @@ def _moves(config: VLMConfig) -> list[Move]:
     ]
 
 
+AROUND = ("<img>", "</img>")
+TOKENS = {  # the processor asks for all of them, even of a model that sees no videos
+    "context_image_token": "image",
+    "start_image_token": AROUND[0],
+    "end_image_token": AROUND[1],
+    "video_token": "<video>",
+}
+
 INTERNVL = Family(
     "internvl",
     VLM,
@@ -111,4 +124,5 @@ INTERNVL = Family(
     _moves,
     copies=COPIES,
     pictures=processors.INTERNVL,
+    habit=Habit("InternVLProcessor", "chatml", around=AROUND, fields=_told, tokens=TOKENS),
 )

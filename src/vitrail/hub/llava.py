@@ -8,6 +8,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.decoders import DECODERS, spelt
 from vitrail.hub.encoders import ENCODERS
 from vitrail.hub.family import ACTIVATIONS, Family, round_trip
+from vitrail.hub.habit import Habit, Words
 from vitrail.hub.maps import Move, layer, under, view
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.processing import processors
@@ -109,8 +110,22 @@ def _write(config: VLMConfig) -> About:
         "projector_hidden_act": activation,
         "multimodal_projector_bias": config.connector.bias,
         "vision_feature_layer": config.layer,
-        "vision_feature_select_strategy": "full" if config.prefix or not config.tower.prefix else "default",
+        "vision_feature_select_strategy": _strategy(config),
         "tie_word_embeddings": config.decoder.tied,
+    }
+
+
+def _strategy(config: Any) -> str:
+    return "full" if config.prefix or not config.tower.prefix else "default"
+
+
+def _told(config: Any, words: Words) -> About:
+    """By these the processor counts a picture's tokens."""
+    return {
+        "patch_size": config.tower.patch,
+        "num_additional_image_tokens": config.tower.prefix,
+        "vision_feature_select_strategy": _strategy(config),
+        **({"image_token": words["image"]} if "image" in words else {}),
     }
 
 
@@ -157,9 +172,10 @@ LLAVA = tuple(
         copies=COPIES,
         older=OLDER,
         pictures=shown,
+        habit=Habit(processor, "vicuna", fields=_told, tokens={"image_token": "image"}),
     )
-    for name, write, shown in [
-        ("llava", _write, processors.LLAVA),
-        ("llava_next", _write_next, processors.LLAVA_NEXT),
+    for name, write, shown, processor in [
+        ("llava", _write, processors.LLAVA, "LlavaProcessor"),
+        ("llava_next", _write_next, processors.LLAVA_NEXT, "LlavaNextProcessor"),
     ]
 )

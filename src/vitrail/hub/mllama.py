@@ -15,6 +15,7 @@ from vitrail.encoders.tiled import TiledViTConfig
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.decoders import DECODERS, decoder_moves, spelt
 from vitrail.hub.family import Family, refuse, round_trip
+from vitrail.hub.habit import Habit
 from vitrail.hub.maps import Move, fuse_layer, layer, rename, under
 from vitrail.hub.towers_vl import TOWERS_VL
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
@@ -163,4 +164,5 @@ MLLAMA = Family(
     round_trip(_read, _write, whole_spelt, processors.MLLAMA),
     _moves,
     pictures=processors.MLLAMA,
+    habit=Habit("MllamaProcessor", "llama3", {"after": ""}, tokens={"image_token": "image"}),
 )

@@ -15,6 +15,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.about import MOST
 from vitrail.hub.decoders import DECODERS, spelt
 from vitrail.hub.family import Family, refuse, round_trip
+from vitrail.hub.habit import Habit
 from vitrail.hub.maps import Move, layer, under
 from vitrail.hub.towers_qwen import QWEN_TOWERS
 from vitrail.hub.towers_vl import whole
@@ -30,6 +31,7 @@ About = dict[str, Any]
 WORDS = {row.name: row for row in DECODERS}
 IMAGE = 151_655
 MARKS = {"video": 151_656, "vision_start": 151_652, "vision_end": 151_653}
+TOKENS = {f"{mark}_token": mark for mark in ("image", *MARKS)}
 
 SIZES = (
     "vocab_size",
@@ -66,6 +68,7 @@ class Kin(NamedTuple):
     merger    the names of its norm and its two layers
     parts     the names of the tower and of the language model
     pixels    the least and the most of a picture, as its preprocessor_config.json has them
+    habit     how it is spoken to
     """
 
     name: str
@@ -81,6 +84,7 @@ class Kin(NamedTuple):
     parts: tuple[str, str]
     norm: str
     pixels: tuple[int, int]
+    habit: Habit
 
 
 _SECOND: Any = {
@@ -103,9 +107,20 @@ _THIRD: Any = {
     "parts": ("model.visual.", "model.language_model."),
     "norm": "half",
     "pixels": (256 * 256, 4096 * 4096),
+    "habit": Habit("Qwen3VLProcessor", "qwen2-vl", {"default_system": ""}, tokens=TOKENS),
 }
-_TWO: Any = {"tower": QWEN_TOWERS["qwen2_vl"], "rule": "qwen2-vl", "gives": "hidden_size"}
-_TWO_AND_A_HALF: Any = {"tower": QWEN_TOWERS["qwen2_5_vl"], "rule": "qwen2.5-vl", "gives": "out_hidden_size"}
+_TWO: Any = {
+    "tower": QWEN_TOWERS["qwen2_vl"],
+    "rule": "qwen2-vl",
+    "gives": "hidden_size",
+    "habit": Habit("Qwen2VLProcessor", "qwen2-vl", tokens=TOKENS),
+}
+_TWO_AND_A_HALF: Any = {
+    "tower": QWEN_TOWERS["qwen2_5_vl"],
+    "rule": "qwen2.5-vl",
+    "gives": "out_hidden_size",
+    "habit": Habit("Qwen2_5_VLProcessor", "qwen2-vl", tokens=TOKENS),
+}
 KIN = (
     Kin("qwen2_vl", "Qwen2VLForConditionalGeneration", **_TWO, **_SECOND),
     Kin("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", **_TWO_AND_A_HALF, **_SECOND),
@@ -286,6 +301,7 @@ def _row(kin: Kin) -> Family:
         older=(("visual.", "model.visual."), ("model.", "model.language_model.")) if words == "model." else (),
         pictures=processors.QWEN_VL,
         videos=True,
+        habit=kin.habit,
     )
 
 

@@ -6,7 +6,7 @@ a row, S features of a row, V vocabulary
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,13 @@ class LookingVLMConfig(Config):
     policy: LookingPolicy | None = None
     mean: tuple[float, ...] = NORMS["clip"].mean
     std: tuple[float, ...] = NORMS["clip"].std
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Self:
+        """Plain data, in which systems and parts may be given by the names of presets: see `vitrail.models.named`."""
+        from vitrail.models.named import fill  # which knows the systems, and they are made of this
+
+        return super().read(fill(data))
 
     def __post_init__(self) -> None:
         D, read = self.width, self.decoder.vocab + self.decoder.extra

@@ -6,6 +6,9 @@ What a row says is what was published, but for this:
     token-scaling  heads and MLPs of the transformer that fuses queries with the question were not published: Llama's
     cogvlm-17b     EVA-CLIP-E has a norm at the end of each branch, here at its start; the MLP has a gate beside its
                    widest layer and a norm; two learned marks stand around the picture, whose tokens share one position
+    llava-1.5-qlip  the paper names LLaVA-1.5's recipe and QLIP's encoder, and no more: pictures are padded as LLaVA-1.5
+                   does, to QLIP's 392. Features are read before the last block, behind it, where the quantizer reads
+                   them (`-last`), or behind the quantizer (`-codes`)
     openflamingo-9b  the first release, with LLaMA 1; its gated blocks have layer norms, here they have the decoder's
 """
 
@@ -14,6 +17,9 @@ from typing import Any, cast
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig, ExpertConfig
 from vitrail.backbones.presets import DECODERS
+from vitrail.codecs.presets import CODECS
+from vitrail.codecs.tower import CodesTowerConfig
+from vitrail.codecs.vit import ViTPairConfig
 from vitrail.connectors import AnyConnectorConfig, ConvMergerConfig, FusedConfig, MergerConfig, ProjectorConfig
 from vitrail.connectors.presets import PRESETS as CONNECTORS
 from vitrail.encoders.presets import PACKED, SIZES, TILED, TOWERS, VITS
@@ -25,7 +31,7 @@ from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, R
 from vitrail.processing.anyres import HD9, AnyRes
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import PRESETS as POLICIES
-from vitrail.processing.resolution import AnyPolicy, Crop, Naive, Native
+from vitrail.processing.resolution import AnyPolicy, Crop, Letterbox, Naive, Native
 from vitrail.processing.tiles import Tiles
 from vitrail.stream import Rules
 
@@ -39,6 +45,39 @@ def _llava(tower: str, connector: str, decoder: str, policy: AnyPolicy, **more: 
     return VLMConfig(
         tower=VITS[tower], connector=_connector(connector), decoder=DECODERS[decoder], policy=policy, layer=-2, **more
     )
+
+
+def _llava_qlip(codec: str, decoder: str, layer: int | None) -> VLMConfig:
+    """LLaVA-1.5 with a codec's encoder as its tower, or, of no layer, with the codes that it gives."""
+    released, words = CODECS[codec], DECODERS[decoder]
+    tower = encoder_of(codec) if layer is not None else codes_of(codec)
+    width = tower.width if isinstance(tower, CodesTowerConfig) else tower.block.width
+    connector = ProjectorConfig(reads=width, gives=words.block.width)
+    policy = Letterbox(size=tower.image, patch=tower.patch)
+    return VLMConfig(
+        tower=tower,
+        connector=connector,
+        decoder=words,
+        policy=policy,
+        mean=released.mean,
+        std=released.std,
+        layer=layer,
+    )
+
+
+def encoder_of(codec: str) -> ViTConfig:
+    """A codec's encoder, which is a tower like any other."""
+    net = CODECS[codec].net
+    if not isinstance(net, ViTPairConfig):
+        ours = [name for name, one in CODECS.items() if isinstance(one.net, ViTPairConfig)]
+        raise ConfigError(f"the encoder of {codec!r} is no ViT, and cannot be a tower", f"use {', '.join(ours)}")
+    return net.encoder
+
+
+def codes_of(codec: str) -> CodesTowerConfig:
+    """What a codec's quantizer leaves of a picture, as a tower."""
+    one = CODECS[codec]
+    return CodesTowerConfig(encoder=encoder_of(codec), quantizer=one.quantizer, into=one.into)
 
 
 def _blip2(width: int, layers: int, heads: int, connector: str) -> VLMConfig:
@@ -213,6 +252,9 @@ VLMS: dict[str, VLMConfig] = {
     "llava-1.0":      _llava("clip-l14",     "llava-7b",      "llama-2-7b",  Crop(size=224)),
     "llava-1.5-7b":   _llava("clip-l14-336", "llava-1.5-7b",  "llama-2-7b",  cast(AnyPolicy, POLICIES["llava-1.5"])),
     "llava-1.5-13b":  _llava("clip-l14-336", "llava-1.5-13b", "llama-2-13b", cast(AnyPolicy, POLICIES["llava-1.5"])),
+    "llava-1.5-qlip":       _llava_qlip("qlip-l14-392", "llama-2-7b", layer=-2),
+    "llava-1.5-qlip-last":  _llava_qlip("qlip-l14-392", "llama-2-7b", layer=-1),
+    "llava-1.5-qlip-codes": _llava_qlip("qlip-l14-392", "llama-2-7b", layer=None),
     "llava-next-7b":  _llava("clip-l14-336", "llava-1.5-7b",  "llama-2-7b",  AnyRes(), newline=True),
     "prismatic-7b":   _prismatic("llama-2-7b"),
     "blip2-opt-2.7b": _blip2(2560, 32, 32, "blip2-opt-2.7b"),

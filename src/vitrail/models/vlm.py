@@ -71,22 +71,14 @@ class VLM(nn.Module):
 
     def prepare(self, images: Sequence[Image.Image]) -> Shown:
         """Pictures (RGB) as the tower reads them."""
-        policy, weight = self.config.policy, self.decoder.embed.weight
-        cuts = tuple(policy.cut(image.height, image.width) for image in images)
-        views = [to_array(v, self.config.mean, self.config.std) for image in images for v in policy.apply(image)]
-        if not views:
-            raise ImageError("no picture", "give at least one, or ask without pictures")
-        if isinstance(self.config.tower, PackedViTConfig):
-            return self.packed(views)
-        return Shown(torch.stack(views).to(weight), cuts)
+        return self._here(prepare(self.config, images))
 
     def packed(self, items: Sequence[Tensor]) -> Shown:
         """Stills (C, H, W) and videos (T, C, H, W), normalised, for a packed tower."""
-        tower = self.config.tower
-        if not isinstance(tower, PackedViTConfig):
-            raise ConfigError(f"{type(tower).__name__} reads views of one size", "use prepare")
-        cut = [to_blocks(item, tower.patch, merge=tower.merge, temporal=tower.temporal) for item in items]
-        return Shown(torch.cat([patches for patches, _ in cut]).to(self.decoder.embed.weight), tuple(g for _, g in cut))
+        return self._here(_blocks(self.config, items))
+
+    def _here(self, shown: Shown) -> Shown:
+        return shown._replace(pixels=shown.pixels.to(self.decoder.embed.weight))
 
     # ---- features -----------------------------------------------------------------------------------------------
 
@@ -209,6 +201,30 @@ class VLM(nn.Module):
 
 cost.flops.register(VLM, seeing.flops)
 cost.bytes.register(VLM, seeing.bytes)
+
+
+def prepare(config: VLMConfig, images: Sequence[Image.Image]) -> Shown:
+    """Pictures (RGB) as the tower of such a model reads them, in float32 on the CPU: no weight is needed."""
+    views = [to_array(v, config.mean, config.std) for image in images for v in config.policy.apply(image)]
+    if not views:
+        raise ImageError("no picture", "give at least one, or ask without pictures")
+    if isinstance(config.tower, PackedViTConfig):
+        return _blocks(config, views)
+    return Shown(torch.stack(views), shapes(config, [(image.height, image.width) for image in images]))
+
+
+def shapes(config: VLMConfig, sizes: Sequence[tuple[int, int]]) -> tuple[Shape, ...]:
+    """Those of pictures of these sizes (height, width)."""
+    cuts = [config.policy.cut(*size) for size in sizes]
+    return tuple(cut.views[0].grid if isinstance(config.tower, PackedViTConfig) else cut for cut in cuts)
+
+
+def _blocks(config: VLMConfig, items: Sequence[Tensor]) -> Shown:
+    tower = config.tower
+    if not isinstance(tower, PackedViTConfig):
+        raise ConfigError(f"{type(tower).__name__} reads views of one size", "use prepare")
+    cut = [to_blocks(item, tower.patch, merge=tower.merge, temporal=tower.temporal) for item in items]
+    return Shown(torch.cat([patches for patches, _ in cut]), tuple(grid for _, grid in cut))
 
 
 def _make_tower(config: TowerConfig) -> nn.Module:

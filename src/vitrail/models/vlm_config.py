@@ -3,7 +3,7 @@
 D width of the tower, W width of the decoder
 """
 
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import CrossConfig, DeepStackConfig
@@ -24,6 +24,10 @@ from vitrail.stream import Part, Rules, picture, video
 
 TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig | CodesTowerConfig
 Shape: TypeAlias = Cut | Grid
+
+STRIPS = ((1, 1), (1, 4), (4, 1), (1, 100), (100, 1))
+"""Height and width of the pictures among which the one of fewest tokens is looked for: policies of tiles give thin ones
+fewer, those of one size give all the same."""
 
 
 class VLMConfig(Config):
@@ -58,6 +62,13 @@ class VLMConfig(Config):
     marks: dict[str, int] = {}
     footage: Footage | None = None
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Self:
+        """Plain data, in which systems and parts may be given by the names of presets: see `vitrail.models.named`."""
+        from vitrail.models.named import fill  # which knows the systems, and they are made of this
+
+        return super().read(fill(data))
+
     def __post_init__(self) -> None:
         D, W = self.width, self.decoder.block.width
         between = W if self.queries is None else self.queries.reads
@@ -88,6 +99,7 @@ class VLMConfig(Config):
             raise ConfigError(f"rules.fill is {self.rules.fill}, and the decoder embeds {rows} ids", "give one of them")
         if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
             raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
+        self._check_context()
 
     def _check_tower(self) -> None:
         if isinstance(self.tower, ViTConfig):
@@ -139,6 +151,22 @@ class VLMConfig(Config):
                 f"{type(self.connector).__name__} keeps no rows that newlines could end", "use a projector, or naive"
             )
 
+    def _check_context(self) -> None:
+        least, context = self.least, self.decoder.context
+        if least < context:
+            return
+        if self.queries is not None:
+            what, fewer = f"the first question about a picture has {least} queries", "queries.first"
+        else:
+            what, fewer = (
+                f"a picture is {least} tokens or more",
+                "the policy's size, or use a connector that gives fewer",
+            )
+        raise ConfigError(
+            f"{what}, which leaves no room for a word in the decoder's context of {context}",
+            f"set decoder.context to more than {least}, or lower {fewer}",
+        )
+
     def _policy(self, key: str) -> int:
         return getattr(self.policy, key, 1)
 
@@ -164,6 +192,13 @@ class VLMConfig(Config):
         need together. Nothing needs to be built for this."""
         given = self.given(shape)
         return given if self.queries is None else self.queries.tokens(given, questions)
+
+    @property
+    def least(self) -> int:
+        """Soft tokens that a picture takes at least."""
+        if self.queries is not None:
+            return self.queries.first
+        return min(self.tokens(self.policy.cut(*shape)) for shape in STRIPS)
 
     def given(self, shape: Shape) -> int:
         """Soft tokens that the connector gives, newlines included."""

@@ -1,5 +1,6 @@
 """Chat templates by name: the words that released models were trained on, as Jinja."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -228,4 +229,9 @@ PRESETS = {
 def spoken(image: str, start: str, end: str) -> str:
     """The `ended` template as a tokenizer keeps it, with its own words for a picture, the start and the end."""
     own = {"image": image, "before": "", "after": "", "bos_token": start, "eos_token": end}
-    return "".join(f"{{%- set {name} = {value!r} -%}}\n" for name, value in own.items()) + PRESETS["ended"].source
+    return settled(PRESETS["ended"].source, own)
+
+
+def settled(source: str, variables: Mapping[str, str]) -> str:
+    """A template that needs to be told nothing: its variables are set in it."""
+    return "".join(f"{{%- set {name} = {value!r} -%}}\n" for name, value in variables.items()) + source

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,15 @@ from vitrail.generate import seen
 from vitrail.generate.sampling import GREEDY, Sampling
 from vitrail.hub.configs import find, resolve
 from vitrail.models.looking import LookingVLM, Views
+from vitrail.models.spoken import begun
 from vitrail.models.vlm import VLM, Shown, VLMConfig
 from vitrail.processing.chat import ChatTemplate, Message
 from vitrail.processing.images import load_image
 from vitrail.processing.text import Tokenizer
 from vitrail.stream import Part, Stream, build, words
-from vitrail.talker.habits import FILMED, Habit, habit_of, marks_of, template_of
+from vitrail.stream.build import FIELDS
+from vitrail.stream.pack import rows
+from vitrail.talker.habits import FILMED, Habit, around, habit_of, marks_of, template_of
 from vitrail.talker.places import film
 from vitrail.talker.said import parts_of, place, shown_of, text_part
 from vitrail.talker.videos import Video, Watched, watch
@@ -50,8 +54,8 @@ class Talker:
         self.model, self.words, self.template = model.eval(), tokenizer, template
         self.marks = marks_of(model.config, tokenizer)
         self.tokens = {kind: tokenizer.token(id) for kind, id in self.marks.items()}  # what stands for each in a text
-        around, end = (None, None) if habit is None else (habit.around, habit.end)
-        self.before, self.after = ([], []) if around is None else ([tokenizer.id(word)] for word in around)
+        end = None if habit is None else habit.end
+        self.before, self.after = around(habit, tokenizer)
         self.stops = (*tokenizer.stops, *((tokenizer.id(end),) if end in tokenizer.specials else ()))
 
     @classmethod
@@ -78,20 +82,56 @@ class Talker:
         frames are read, or so many a second, or as the model's config says. `how` is what `stream` takes."""
         return self.chat([self.turn(shown, question, frames=frames, fps=fps)], **how)
 
-    def answers(self, shown: Sequence[Any], questions: Sequence[str], *, max_new: int, **how: Any) -> list[str]:
-        """The answers to one question about each of several pictures, written side by side. `how` is what
-        `generate.text.generate` takes."""
+    def answers(
+        self, shown: Sequence[Any], questions: Sequence[str], *, max_new: int | None = None, **how: Any
+    ) -> list[str]:
+        """The answers to one question about each of several pictures, or each of several lists of them, written side by
+        side: those that `ask` gives. `max_new` tokens at most: 256, or what the context has room for, unless given.
+        `how` is what `generate.text.generate` takes."""
         if len(shown) != len(questions):
             raise ConfigError(f"{len(shown)} pictures and {len(questions)} questions", "give a picture a question")
         prompts = [self.prompt([self.turn(one, asked)]) for one, asked in zip(shown, questions, strict=True)]
-        for one in prompts:
-            self._room(one, max_new)
-            if one.videos is not None:
-                raise ConfigError("videos are not asked about side by side", "use ask")
-        how = {"sampling": GREEDY, "tokenizer": self.words, "stop_ids": self.stops, "max_new": max_new, **how}
-        pictures = _together([one.pictures for one in prompts if one.pictures is not None])
-        said = seen.write(self.model, [one.stream for one in prompts], pictures, **how)
-        return [one.text.strip() for one in said]
+        if any(one.videos is not None for one in prompts):
+            raise ConfigError("videos are not asked about side by side", "use ask")
+        rooms = [self._room(one, 1 if max_new is None else max_new) for one in prompts]
+        most = [min(USUAL, room) if max_new is None else max_new for room in rooms]
+        how = {"sampling": GREEDY, "tokenizer": self.words, "stop_ids": self.stops, **how}
+        said = [""] * len(prompts)
+        for length in sorted(set(most)):  # one, unless the context is nearly full
+            some = [n for n, own in enumerate(most) if own == length]
+            pictures = _together([own for n in some if (own := prompts[n].pictures) is not None])
+            written = seen.write(self.model, [prompts[n].stream for n in some], pictures, max_new=length, **how)
+            for n, one in zip(some, written, strict=True):
+                said[n] = one.text.strip()
+        return said
+
+    def likelihood(self, shown: Any, question: str, options: Sequence[str]) -> list[float]:
+        """How likely each option is as the whole answer to a question about what is shown: the sum of the logarithms
+        of the probabilities of its tokens and of the end."""
+        return self.likelihoods([(shown, question, options)])[0]
+
+    @torch.no_grad()
+    def likelihoods(self, asked: Sequence[tuple[Any, str, Sequence[str]]]) -> list[list[float]]:
+        """The same for several questions, (what is shown, the question, its options) each, in one batch."""
+        streams, pictures, answers = [], [], []
+        for shown, question, options in asked:
+            turn = self.turn(shown, question)
+            prompt, own = self.prompt([turn]), [self._answer(turn, option) for option in options]
+            if prompt.videos is not None or not own:
+                raise ConfigError("options are weighed about pictures, and at least one of them", "give them so")
+            self._room(prompt, max(map(len, own)))
+            streams += [_going_on(prompt.stream, ids) for ids in own]
+            pictures += [prompt.pictures] * len(own) if prompt.pictures is not None else []
+            answers += own
+        views: Any = _together(pictures)
+        hidden = self.model.hidden(rows(streams), views)  # (B, L, W)
+        found = []
+        for row, stream, ids in zip(hidden, streams, answers, strict=True):
+            logits = self.model.decoder.logits(row[len(stream) - len(ids) - 1 : len(stream) - 1]).float()  # (n, V)
+            said = torch.tensor(ids, device=logits.device)
+            found.append(float(logits.log_softmax(-1).gather(1, said[:, None]).sum()))
+        values = iter(found)
+        return [[next(values) for _ in options] for _, _, options in asked]
 
     def chat(self, messages: Sequence[Message], **how: Any) -> str:
         """The answer to a conversation of several turns, with pictures and videos in any of them."""
@@ -168,11 +208,7 @@ class Talker:
                 f"give its frames as pictures, or use a model that does: {', '.join(FILMED)}",
             )
         self._check_order(said)
-        ids = self.template.encode(said, self.words, generate=True).ids
-        lead = self.words.encode("", specials=True)[:1]  # where the tokenizer begins every text with a bos
-        first = next(([id] for id in ids if id != self.marks["image"]), [])  # BLIP-2 has pictures before it
-        if lead == [self.words.bos] and first != lead:
-            ids = lead + ids
+        ids = begun(self.template.encode(said, self.words, generate=True), self.words, self.marks["image"]).ids
         for kind, mark in self.marks.items():
             if ids.count(mark) != shown[kind]:
                 what = {"image": "pictures", "video": "videos"}[kind]
@@ -182,6 +218,22 @@ class Talker:
                     "use a template that writes one for each, such as template='vicuna'",
                 )
         return ids
+
+    def _answer(self, turn: Message, text: str) -> list[int]:
+        """What the model would write to say this, with the end."""
+        if not text.strip():
+            raise ConfigError("an option without words", "give it some")
+        said = [{**turn, "content": [place(part) for part in turn["content"]]}]
+        chat = self.template.encode([*said, {"role": "assistant", "content": [text_part(text)]}], self.words)
+        ids = [id for id, written in zip(chat.ids, chat.loss, strict=True) if written]
+        ends = [n for n, id in enumerate(ids, start=1) if id in self.stops]
+        if ends:
+            return ids[: ends[0]]  # a template may write a line break behind it, which nobody has to foretell
+        if not self.stops:
+            raise ConfigError("an answer ends with an end token, and the tokenizer has none", "give the model's own")
+        while ids and not self.words.decode(ids[-1:]).strip():
+            ids.pop()
+        return [*ids, self.stops[0]]
 
     def _question(self, messages: Sequence[Message], parts: Sequence[Message]) -> torch.Tensor:
         """The ids (T,) that queries are fused with."""
@@ -250,6 +302,15 @@ class Talker:
                 taken, start = film(ids, start, at, *next(clips), config, self.words)
                 parts += taken
         return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
+
+
+def _going_on(stream: Stream, ids: Sequence[int]) -> Stream:
+    """With words behind its furthest position, as they are when the model writes them."""
+    more = build([words(list(ids))])
+    behind = more.positions + (stream.positions.max() + 1)
+    joined: dict[str, Any] = {name: torch.cat([getattr(stream, name), getattr(more, name)]) for name in FIELDS}
+    joined["positions"] = torch.cat([stream.positions, behind])
+    return replace(stream, **joined)
 
 
 def _together(pictures: Sequence[Shown | Views]) -> Shown | Views | None:

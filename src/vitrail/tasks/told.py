@@ -4,13 +4,14 @@ loss of what is said.
 B samples, L tokens
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.data.scenes.source import by_source
@@ -18,6 +19,7 @@ from vitrail.data.talks import Talks
 from vitrail.data.words.pieces import Pieces, TokenTable
 from vitrail.errors import ConfigError
 from vitrail.objectives.cross_entropy import linear_cross_entropy
+from vitrail.processing.templates import spoken
 from vitrail.processing.text import Tokenizer
 from vitrail.train.task import Batch
 
@@ -85,6 +87,46 @@ def collate(samples: Sequence[Any]) -> Batch:
     windows = [torch.from_numpy(sample) for sample in samples if isinstance(sample, np.ndarray)]
     batch = by_source([sample for sample in samples if not isinstance(sample, np.ndarray)])
     return batch | ({TEXT: torch.stack(windows)} if windows else {})
+
+
+def step_flops(legs: Iterable[tuple[Sequence[nn.Module], int]]) -> float:
+    """Operations of a step through parts in the order of a pass, each with those of its forward pass: forward, back to
+    whatever learns before a part, and back to its own weights as far as they learn. A frozen tower runs forward alone.
+    """
+    total, before = 0.0, False
+    for modules, found in legs:
+        share = _learning(modules)
+        total += found * (1 + (before or share > 0) + share)
+        before = before or share > 0
+    return total
+
+
+def _learning(modules: Sequence[nn.Module]) -> float:
+    """The share of the weights that learns."""
+    weights = [p for module in modules for p in module.parameters()]
+    return sum(p.numel() for p in weights if p.requires_grad) / max(1, sum(p.numel() for p in weights))
+
+
+def speaking(words: Tokenizer, mark: int) -> Tokenizer:
+    """The tokenizer with a template of talks in which every turn ends with the end token, and nothing else says whose
+    it was. Its mark of a picture must be no other word's."""
+    lead = begins(words)
+    if mark >= words.size or mark in (words.eos, *lead) or words.token(mark) not in words.specials:
+        raise ConfigError(
+            f"the id {mark}, which stands for a picture, is no special token of its own to the tokenizer",
+            f"set rules.fill (or mark) to one of {words.specials}, the end and the start aside, or add one: "
+            "tokenizer.specials",
+        )
+    named = copy.copy(words)
+    start = "".join(words.token(id) for id in lead)
+    named.chat_template = spoken(words.token(mark), start, words.named["eos"])
+    return named
+
+
+def begins(words: Tokenizer) -> list[int]:
+    """The bos, where the tokenizer begins every text with one."""
+    lead = words.encode("", specials=True)[:1]
+    return lead if lead == [words.bos] else []
 
 
 def said_loss(decoder: Decoder, hidden: Tensor, targets: Tensor, reduction: Literal["mean", "sum"], z: float) -> Tensor:

@@ -3,7 +3,6 @@
 B samples, C channels, S side, L tokens of a talk, T tokens of a question, P pieces
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
@@ -24,9 +23,8 @@ from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of
 from vitrail.nn import Work, cost
 from vitrail.nn.replay import recording
 from vitrail.processing.fit import fit, squashes
-from vitrail.processing.templates import spoken
 from vitrail.processing.text import Tokenizer
-from vitrail.tasks.told import IGNORED, TEXT, Teller, collate, said_loss
+from vitrail.tasks.told import IGNORED, TEXT, Teller, begins, collate, said_loss, speaking, step_flops
 from vitrail.train.task import Batch
 
 BLANK = "blank/"  # before a part's name: something that runs it and says nothing
@@ -97,10 +95,8 @@ class VLMTask:
                 f"queries that are fused with the question, and {settings.questions} questions a scene",
                 "set settings.questions = 1",
             )
-        lead = words.encode("", specials=True)[:1]
-        lead = lead if lead == [words.bos] else []
-        self.spoken = _speaking(words, mark_of(model), lead)
-        self.rows = Rows(model, lead, settings.length)
+        self.spoken = speaking(words, mark_of(model))
+        self.rows = Rows(model, begins(words), settings.length)
         asked, context = self.rows.before + settings.length, model.config.decoder.context
         if asked > context:
             raise ConfigError(
@@ -235,14 +231,7 @@ class VLMTask:
         return sum(found for _, found in self._legs(batch))
 
     def step_flops(self, batch: Batch) -> float:
-        """Forward, back to whatever learns before a part, and back to its own weights as far as they learn: a frozen
-        tower runs forward alone."""
-        total, before = 0.0, False
-        for modules, found in self._legs(batch):
-            share = _learning(modules)
-            total += found * (1 + (before or share > 0) + share)
-            before = before or share > 0
-        return total
+        return step_flops(self._legs(batch))
 
     def _legs(self, batch: Batch) -> list[tuple[Sequence[nn.Module], int]]:
         """The parts in the order that a picture goes through them, each with its operations."""
@@ -257,23 +246,3 @@ class VLMTask:
 def _followed(windows: Tensor | None) -> int:
     """Tokens that have one before them."""
     return 0 if windows is None else windows.numel() - len(windows)
-
-
-def _learning(modules: Sequence[nn.Module]) -> float:
-    """The share of the weights that learns."""
-    weights = [p for module in modules for p in module.parameters()]
-    return sum(p.numel() for p in weights if p.requires_grad) / max(1, sum(p.numel() for p in weights))
-
-
-def _speaking(words: Tokenizer, mark: int, lead: Sequence[int]) -> Tokenizer:
-    """The tokenizer with a template of talks as they are learnt. Its mark of a picture must be no other word's."""
-    if mark >= words.size or mark in (words.eos, *lead) or words.token(mark) not in words.specials:
-        raise ConfigError(
-            f"the id {mark}, which stands for a picture, is no special token of its own to the tokenizer",
-            f"set rules.fill (or mark) to one of {words.specials}, the end and the start aside, or add one: "
-            "tokenizer.specials",
-        )
-    named = copy.copy(words)
-    start = "".join(words.token(id) for id in lead)
-    named.chat_template = spoken(words.token(mark), start, words.named["eos"])
-    return named

@@ -22,8 +22,18 @@ SHORT = "{question}\nAnswer the question using a single word or phrase."
 YES_NO = "{question}\nPlease answer yes or no."
 LETTER = "{question}\n{choices}\nAnswer with the option's letter from the given choices directly."
 FITS = "Which caption fits the picture?"
+CAPTION = "Provide a one-sentence caption for the picture."
 
 Guess = Callable[[Sheet], list[str]]
+
+
+class Compared(NamedTuple):
+    """Two models on all samples, or on a part of them: the mean of each, and their difference."""
+
+    title: str
+    first: float
+    second: float
+    paired: Paired
 
 
 class Benchmark(NamedTuple):
@@ -34,6 +44,9 @@ class Benchmark(NamedTuple):
     unfold   samples as the file has them to samples as they are asked
     open     the file, where that takes more than a format
     whole    what a sample is scored together with, of which a limit takes all or none
+    parts    the note that models are also compared by
+    unread   which answers could not be read
+    weighed  how it is asked where options are chosen by their likelihood; empty where there are none
     """
 
     format: str
@@ -44,6 +57,9 @@ class Benchmark(NamedTuple):
     unfold: Callable[..., Samples] | None = None
     open: Callable[..., Samples] | None = None
     whole: Callable[[Sample], Hashable] | None = None
+    parts: str = ""
+    unread: Callable[..., list[bool]] | None = None
+    weighed: str = ""
 
     def read(self, path: str | Path, *, limit: int | None = None, circular: bool = False, **options: Any) -> Samples:
         """The samples as they are asked. `options` are the format's; `limit` takes so many at most, drawn alike,
@@ -103,11 +119,46 @@ class Benchmark(NamedTuple):
     def compare(self, samples: Sequence[Sample], first: Sequence[str], second: Sequence[str], **options: Any) -> Paired:
         """Two models' answers to the same samples. Where several questions are about one picture, pictures are drawn
         anew."""
+        return self.compare_parts(samples, first, second, **options)[0].paired
+
+    def compare_parts(
+        self, samples: Sequence[Sample], first: Sequence[str], second: Sequence[str], **options: Any
+    ) -> list[Compared]:
+        """The same of all samples, and then of each part of them, where there are several."""
         if self.each is None:
             raise ConfigError(f"{self.format} has no value for every sample", "compare the scores of both")
+        self.check(options)
         sheet = Sheet.of(samples)
-        groups = sheet.pictures if len(set(sheet.pictures)) < len(sheet) else None
-        return paired(self.each(sheet, first, **options), self.each(sheet, second, **options), groups)
+        values = [self.each(sheet, said, **options) for said in (first, second)]
+        noted = sheet.noted(self.parts) if self.parts else []
+        parts = [part for part in dict.fromkeys(noted) if part]
+        rows = {"": list(range(len(sheet)))}
+        for part in parts if len(parts) > 1 else ():
+            rows[f"{self.parts} {part}"] = [n for n, at in enumerate(noted) if at == part]
+        found = []
+        for title, some in rows.items():
+            of = [sheet.pictures[n] for n in some]
+            a, b = ([each[n] for n in some] for each in values)
+            groups = of if len(set(of)) < len(of) else None
+            found.append(Compared(title or "all", sum(a) / len(a), sum(b) / len(b), paired(a, b, groups)))
+        return found
+
+    def verdicts(
+        self, samples: Sequence[Sample], said: Sequence[str], **options: Any
+    ) -> list[tuple[str, float | None]]:
+        """Of each answer "right", "wrong" or "unread", and its value. Captions are neither right nor wrong."""
+        if self.each is None:
+            return [("", None)] * len(said)
+        sheet = Sheet.of(samples)
+        known = set(inspect.signature(self.each).parameters) & set(options)
+        values = self.each(sheet, said, **{name: options[name] for name in known})
+        if self.each is captions.consensus:
+            return [("", value) for value in values]
+        lost = [False] * len(said) if self.unread is None else self.unread(sheet, said, **options)
+        told = (
+            "unread" if none else "right" if value >= 0.5 else "wrong" for none, value in zip(lost, values, strict=True)
+        )
+        return list(zip(told, values, strict=True))
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Refuse what the scorer does not take, and the lack of what it needs."""
@@ -176,6 +227,8 @@ def _both_ways(samples: Samples) -> Samples:
             question = f"Which of the two pictures fits the caption: {sample.captions[which]}"
             options, shown = ("the first picture", "the second picture"), sample.pictures
         notes = {**sample.notes, "example": sample.id, "side": side}
+        if side == "image":
+            notes["fits"] = sample.captions[which]
         return Sample(
             id=f"{sample.id}/{side}/{which}", pictures=shown, turns=asked(question, len(shown)),
             choices=_lettered(options), answers=("AB"[which],), notes=notes,
@@ -222,7 +275,10 @@ _YES = {"always yes": yesno.always_yes}
 _ANOTHER = {"of another picture": captions.of_another}
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "vqav2": Benchmark("vqa", SHORT, short.averaged("accuracy", short.softly, "answers", "answer_type"), short.softly),
+    "vqav2": Benchmark(
+        "vqa", SHORT, short.averaged("accuracy", short.softly, "answers", "answer_type"), short.softly,
+        parts="answer_type",
+    ),
     "textvqa": Benchmark("textvqa", SHORT, short.averaged("accuracy", short.softly), short.softly),
     "gqa": Benchmark("gqa", SHORT, short.averaged("accuracy", short.exactly, binary=True), short.exactly),
     "docvqa": Benchmark("docvqa", SHORT, short.averaged("ANLS", short.by_edits), short.by_edits),
@@ -230,16 +286,31 @@ BENCHMARKS: dict[str, Benchmark] = {
         "chartqa", SHORT, short.averaged("relaxed accuracy", short.relaxedly, binary=True), short.relaxedly
     ),
     "ocrbench": Benchmark(
-        "ocrbench", ALONE, short.averaged("accuracy", short.holding, "type", "type", binary=True), short.holding
+        "ocrbench", ALONE, short.averaged("accuracy", short.holding, "type", "type", binary=True), short.holding,
+        parts="type",
     ),
-    "pope": Benchmark("pope", YES_NO, yesno.pope, yesno.yes_or_no, _YES),
-    "mme": Benchmark("mme", ALONE, yesno.mme, yesno.at_once, _YES, whole=lambda sample: sample.pictures),
-    "hallusionbench": Benchmark("hallusion", YES_NO, yesno.hallusion, yesno.told_apart, _YES, whole=_set_of),
-    "mmbench": Benchmark("mmbench", LETTER, choices.choices, choices.chosen, unfold=circle, whole=_circle_of),
-    "winoground": Benchmark("winoground", LETTER, choices.pairs, choices.chosen, unfold=_both_ways),
-    "aro": Benchmark("aro", LETTER, aro.kinds, choices.chosen, unfold=_true_or_false),
+    "pope": Benchmark("pope", YES_NO, yesno.pope, yesno.yes_or_no, _YES, parts="split", unread=yesno.untold),
+    "mme": Benchmark(
+        "mme", ALONE, yesno.mme, yesno.at_once, _YES, whole=lambda sample: sample.pictures, parts="category",
+        unread=yesno.untold_at_once,
+    ),
+    "hallusionbench": Benchmark(
+        "hallusion", YES_NO, yesno.hallusion, yesno.told_apart, _YES, whole=_set_of, unread=yesno.untold_apart
+    ),
+    "mmbench": Benchmark(
+        "mmbench", LETTER, choices.choices, choices.chosen, unfold=circle, whole=_circle_of, parts="category",
+        unread=choices.unread, weighed=ALONE,
+    ),
+    "winoground": Benchmark(
+        "winoground", LETTER, choices.pairs, choices.chosen, unfold=_both_ways, parts="side", unread=choices.unread,
+        weighed=CAPTION,
+    ),
+    "aro": Benchmark(
+        "aro", LETTER, aro.kinds, choices.chosen, unfold=_true_or_false, parts="part", unread=choices.unread,
+        weighed=CAPTION,
+    ),
     "captions": Benchmark(
-        "coco-captions", "Provide a one-sentence caption for the picture.", captions.captions, captions.consensus,
+        "coco-captions", CAPTION, captions.captions, captions.consensus,
         _ANOTHER,
     ),
     "chair": Benchmark(
@@ -247,6 +318,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "refcoco": Benchmark(
         "refcoco", 'Locate "{question}" and give its box as JSON: {{"bbox_2d": [x1, y1, x2, y2]}}', boxes.located,
-        boxes.overlaps, {},
+        boxes.overlaps, {}, unread=boxes.unread,
     ),
 }  # fmt: skip

@@ -109,7 +109,14 @@ def _blind(source: SceneSource, words: Words, kind: str, held_out: bool, start: 
 
 
 def drawn(
-    drawer: Drawer, judge: Judge, count: int, *, seed: int = 0, held_out: bool = False, batch: int = BATCH
+    drawer: Drawer,
+    judge: Judge,
+    count: int,
+    *,
+    seed: int = 0,
+    held_out: bool = False,
+    batch: int = BATCH,
+    watch: Watch = unwatched,
 ) -> list[Score]:
     """The share of drawings that the judge takes for what was asked, by GenEval's kinds of prompt, and their mean;
     beside it the share that it takes for what the next prompt of the kind asks."""
@@ -122,8 +129,12 @@ def drawn(
         right, taken = 0, 0
         for first in range(0, count, batch):
             rows = slice(first, first + batch)
-            seen = judge.look(drawer(texts[rows], number * count + first).to(asked.spec.number.device))
-            right += int(matches(judge.words, asked.spec[rows], seen).sum())
+            pixels = drawer(texts[rows], number * count + first)
+            seen = judge.look(pixels.to(asked.spec.number.device))
+            found = matches(judge.words, asked.spec[rows], seen)
+            right += int(found.sum())
+            for picture, text, hit in zip(pixels, texts[rows], found.tolist(), strict=True):
+                watch(kind, picture, text, bool(hit))
             taken += int(matches(judge.words, others[rows], seen).sum())
         scores.append(Score.counted(kind, Share(right, count), others=taken / count))
         hits, chance = hits + right, chance + taken

@@ -20,9 +20,13 @@ def overlaps(sheet: Sheet, said: Said, *, boxes: str = "qwen3-vl") -> Values:
     return values
 
 
+def unread(sheet: Sheet, said: Said, *, boxes: str = "qwen3-vl") -> list[bool]:
+    return [not read_boxes(answer, boxes, (1, 1)) for answer in said]
+
+
 def located(sheet: Sheet, said: Said, *, boxes: str = "qwen3-vl") -> list[Score]:
     each = overlaps(sheet, said, boxes=boxes)
-    none = [float(not read_boxes(answer, boxes, (1, 1))) for answer in said]
+    none = [float(lost) for lost in unread(sheet, said, boxes=boxes)]
     right = torch.tensor([sample.instances[0].box for sample in sheet.samples], dtype=torch.float64)
     sizes = torch.tensor([[0, 0, W, H] for H, W in (sample.size or (1, 1) for sample in sheet.samples)])
     whole = iou(sizes.double(), right)

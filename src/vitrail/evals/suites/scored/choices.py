@@ -27,8 +27,12 @@ def choices(sheet: Sheet, said: Said) -> list[Score]:
             of[circle] = of.get(circle, 1.0) * chance
         lucky = {"chance": sum(of.values()) / len(of)}
         scores.insert(0, replace(all_right("circular accuracy", right, circles), beside=lucky))
-    unread = [float(letter(answer, sample.choices) is None) for answer, sample in zip(said, sheet.samples, strict=True)]
-    return [*scores, mean("no option", unread, sheet.pictures, binary=True)]
+    none = [float(lost) for lost in unread(sheet, said)]
+    return [*scores, mean("no option", none, sheet.pictures, binary=True)]
+
+
+def unread(sheet: Sheet, said: Said) -> list[bool]:
+    return [letter(answer, sample.choices) is None for answer, sample in zip(said, sheet.samples, strict=True)]
 
 
 def pairs(sheet: Sheet, said: Said) -> list[Score]:

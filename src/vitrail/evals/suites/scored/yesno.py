@@ -21,6 +21,10 @@ def yes_or_no(sheet: Sheet, said: Said, *, mode: str = "pope") -> Values:
     return [float(read(answer) == truth) for answer, (truth, *_) in zip(said, sheet.truths, strict=True)]
 
 
+def untold(sheet: Sheet, said: Said, *, mode: str = "pope") -> list[bool]:
+    return [not _mode(mode).read(answer) for answer in said]
+
+
 def pope(sheet: Sheet, said: Said, *, mode: str = "pope") -> list[Score]:
     """POPE's measures of each split, or of all as one where the mode has it so."""
     chosen = _mode(mode)
@@ -44,6 +48,10 @@ def told_apart(sheet: Sheet, said: Said) -> Values:
     return [float(among_words(answer) == truth) for answer, (truth, *_) in zip(said, sheet.truths, strict=True)]
 
 
+def untold_apart(sheet: Sheet, said: Said) -> list[bool]:
+    return [not among_words(answer) for answer in said]
+
+
 def hallusion(sheet: Sheet, said: Said) -> list[Score]:
     """aAcc of questions, fAcc of figures with all questions right, qAcc of questions right over all their figures."""
     right = told_apart(sheet, said)
@@ -60,6 +68,10 @@ COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation
 
 def at_once(sheet: Sheet, said: Said) -> Values:
     return [float(first_letters(answer) == truth) for answer, (truth, *_) in zip(said, sheet.truths, strict=True)]
+
+
+def untold_at_once(sheet: Sheet, said: Said) -> list[bool]:
+    return [not first_letters(answer) for answer in said]
 
 
 def mme(sheet: Sheet, said: Said) -> list[Score]:

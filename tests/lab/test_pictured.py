@@ -69,5 +69,5 @@ def test_couples():
 
 
 def test_what_has_no_room(pictures):
-    with pytest.raises(ConfigError, match="context of 128"):
-        next(pictured(model_of("scaling-base"), pictures, couples(2, 1), prefix=[5] * 120))
+    with pytest.raises(ConfigError, match="context of 320"):
+        next(pictured(model_of("scaling-base"), pictures, couples(2, 1), prefix=[5] * 312))

@@ -60,7 +60,7 @@ _BOTH: dict[str, Any] = {
     "model.config.tower.block.width": 16,
     "model.config.tower.block.mlp.hidden": 24,
     "model.config.connector": {"kind": "projector", "reads": 16, "gives": 32},
-    "model.config.decoder": {"vocab": 512, "layers": 4, "tied": True, "context": 128, "rotary": {"head_dim": 16}}
+    "model.config.decoder": {"vocab": 512, "layers": 4, "tied": True, "context": 320, "rotary": {"head_dim": 16}}
     | {"block": {"width": 32, **_WIDE}},
     **{f"sources.{name}.side": 16 for name in ("scenes", "named")},
     **{f"stages.0.{key}": value for key, value in _STAGE.items()},

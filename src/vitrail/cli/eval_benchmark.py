@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from vitrail.cli.eval_common import ASKED, Asked, device_of, tell, write_page
+from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.cli.written import check_written
 from vitrail.errors import ConfigError
 
@@ -36,6 +37,7 @@ def benchmark(
     template: str | None = None,
     answers: Path | None = None,
     page: Path | None = None,
+    fewer: Fewer = FEWER,
     common: Asked = ASKED,
 ) -> None:
     """Ask the questions of a published benchmark, and score the answers as it does.
@@ -48,7 +50,7 @@ def benchmark(
     model
         A vision-language model or a unified one: a folder or a hub id.
     data
-        The benchmark's own file, or folder (POPE's three files, MME).
+        The benchmark's own file, or folder (POPE's three files, MME), or the parquet of a hub.
     pictures
         The folder that its pictures lie in; beside the file unless said.
     annotations
@@ -110,11 +112,11 @@ def benchmark(
     row.score(samples, [""] * len(samples), **scored)
     if by == "likelihood":
         _check_weighed(row, model, max_new)
-    asker = load(model, template=template, device=device_of(common))
+    asker = load(model, template=template, device=device_of(common), reduce=fewer.chosen)
     # A unified model has to see something.
     how: dict[str, Any] = {
         "keep": answers,
-        "model": model if template is None else f"{model} ({template})",
+        "model": fewer.named(model if template is None else f"{model} ({template})"),
         "nothing": [] if talks(model) else Image.new("RGB", (64, 64), "grey"),
         "batch": common.batch,
     }
@@ -130,7 +132,7 @@ def benchmark(
     scores = row.score(samples, said, unseen, **scored)
     asked = prompt or (row.weighed if by == "likelihood" else row.prompt)
     settings = {"data": data, "by": by, "prompt": asked, "limit": limit, "circular": circular, "max_new": max_new}
-    settings = {**settings, **where, **scored}
+    settings = {**settings, **where, **scored, **fewer.plain}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     tell(name, model, plain, scores, common)
     if page is not None:

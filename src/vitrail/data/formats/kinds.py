@@ -13,8 +13,11 @@ from vitrail.data.formats.documents import open_chartqa, open_docvqa, open_ocrbe
 from vitrail.data.formats.files import decode, read_bytes
 from vitrail.data.formats.folders import METADATA, PICTURES, VIDEOS, open_images, open_videos
 from vitrail.data.formats.hallusion import open_hallusion
+from vitrail.data.formats.hubs import KINDS as COLUMNS
+from vitrail.data.formats.hubs import guess_columns, open_columns
 from vitrail.data.formats.llava import open_llava
 from vitrail.data.formats.pairs import open_aro, open_winoground
+from vitrail.data.formats.parquet import is_parquet
 from vitrail.data.formats.questions import open_gqa, open_textvqa, open_vqa
 from vitrail.data.formats.refer import open_refcoco
 from vitrail.data.formats.sample import Samples
@@ -64,6 +67,8 @@ def open_format(kind: str, path: str | Path, **options: Any) -> Samples:
     """
     if kind not in KINDS:
         raise ConfigError(f"there is no format {kind!r}", nearest(kind, KINDS))
+    if Path(path).suffix == ".parquet" or (kind in COLUMNS and is_parquet(Path(path))):
+        return open_columns(kind, Path(path), **options)
     known = list(inspect.signature(KINDS[kind].open).parameters)[1:]
     for name in options:
         if name not in known:
@@ -74,6 +79,8 @@ def open_format(kind: str, path: str | Path, **options: Any) -> Samples:
 def guess(path: str | Path) -> str:
     """Which of `KINDS` a file or folder is; an error with what was seen if it is none."""
     path = Path(path)
+    if is_parquet(path):
+        return guess_columns(path)
     try:
         seen = set(_folder_signs(path) if path.is_dir() else _file_signs(path))
     except (OSError, ValueError) as error:

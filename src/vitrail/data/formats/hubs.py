@@ -1,0 +1,320 @@
+"""Benchmarks in the columns that the hubs keep them in, as parquet: the same samples as of their own files."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vitrail.data.formats import hallusion
+from vitrail.data.formats.files import Id, folder_for
+from vitrail.data.formats.masks import Instance
+from vitrail.data.formats.parquet import Table, is_parquet
+from vitrail.data.formats.sample import Sample, Samples, asked
+from vitrail.data.formats.yesno import yes_or_no
+from vitrail.errors import ConfigError, DataError
+
+Shown = tuple[bytes | Path, ...]
+
+
+class _Answered(msgspec.Struct):
+    answer: str
+
+
+class _Vqa(msgspec.Struct):
+    question_id: Id
+    question: str
+    answers: list[_Answered] | None = None
+    question_type: str | None = None
+    answer_type: str | None = None
+
+    def sample(self, shown: Shown) -> Sample:
+        notes = {"question_type": self.question_type or "", "answer_type": self.answer_type or ""}
+        return _question(self.question_id, shown, self.question, [one.answer for one in self.answers or ()], **notes)
+
+
+class _TextVqa(msgspec.Struct):
+    question_id: Id
+    question: str
+    answers: list[str] | None = None
+    image_classes: list[str] | None = None
+    ocr_tokens: list[str] | None = None
+
+    def sample(self, shown: Shown) -> Sample:
+        notes = {"ocr_tokens": self.ocr_tokens or [], "classes": self.image_classes or []}
+        return _question(self.question_id, shown, self.question, self.answers, **notes)
+
+
+class _Gqa(msgspec.Struct, rename={"picture": "imageId", "full": "fullAnswer", "balanced": "isBalanced"}):
+    id: Id
+    picture: str
+    question: str
+    answer: str | None = None
+    full: str | None = None
+    balanced: bool | None = None
+    types: dict[str, str | None] = {}
+
+    def sample(self, shown: Shown) -> Sample:
+        notes = {"full_answer": self.full, "balanced": self.balanced, "types": self.types}
+        return _question(self.id, shown, self.question, [self.answer] if self.answer is not None else None, **notes)
+
+
+class _DocVqa(msgspec.Struct, rename={"id": "questionId"}):
+    id: Id
+    question: str
+    answers: list[str] | None = None
+    question_types: list[str] | None = None
+
+    def sample(self, shown: Shown) -> Sample:
+        return _question(self.id, shown, self.question, self.answers, types=self.question_types or [])
+
+
+class _ChartQa(msgspec.Struct):
+    question: str
+    answer: str
+    type: str = ""
+
+    def sample(self, shown: Shown) -> Sample:
+        return _question("", shown, self.question, [self.answer], file=self.type)
+
+
+class _OcrBench(msgspec.Struct):
+    question: str
+    answer: str | list[str]
+    dataset: str = ""
+    question_type: str = ""
+
+    def sample(self, shown: Shown) -> Sample:
+        answers = self.answer if isinstance(self.answer, list) else [self.answer]
+        return _question("", shown, self.question, answers, dataset=self.dataset, type=self.question_type)
+
+
+class _Pope(msgspec.Struct):
+    question_id: Id
+    question: str
+    answer: str
+    category: str
+
+    def sample(self, shown: Shown) -> Sample:
+        label = yes_or_no(self.answer, f"question {self.question_id}")
+        return _question(f"{self.category}/{self.question_id}", shown, self.question, [label], split=self.category)
+
+
+class _Mme(msgspec.Struct):
+    question_id: Id
+    question: str
+    answer: str
+    category: str
+
+    def sample(self, shown: Shown) -> Sample:
+        label = yes_or_no(self.answer, f"question {self.question_id}")
+        return _question(self.question_id, shown, self.question, [label], category=self.category)
+
+
+class _Hallusion(hallusion.Row):
+    def sample(self, shown: Shown) -> Sample:
+        return self.told(() if self.visual_input == "0" else shown)
+
+
+class _Winoground(msgspec.Struct):
+    id: Id
+    caption_0: str
+    caption_1: str
+    tag: str | None = None
+    collapsed_tag: str | None = None
+
+    def sample(self, shown: Shown) -> Sample:
+        notes = {"tag": self.collapsed_tag or self.tag or ""}
+        return Sample(id=str(self.id), pictures=shown, captions=(self.caption_0, self.caption_1), notes=notes)
+
+
+class _Expression(msgspec.Struct):
+    """Of the several ways in which people said the same, the first."""
+
+    question_id: Id
+    answer: list[str]
+    bbox: tuple[float, float, float, float]
+
+    def sample(self, shown: Shown) -> Sample:
+        if not self.answer or min(self.bbox[2:]) < 0:
+            raise DataError(f"expression {self.question_id} has no words, or a box of no size", "leave that row out")
+        x, y, w, h = self.bbox
+        said = self.answer[0]
+        meant = (Instance(said, (x, y, x + w, y + h)),)
+        return Sample(id=str(self.question_id), pictures=shown, turns=asked(said, len(shown)), instances=meant)
+
+
+class _Captioned(msgspec.Struct):
+    """COCO's `answer`, Flickr30k's `caption`, NoCaps' `annotations_captions`."""
+
+    answer: list[str] | None = None
+    caption: list[str] | None = None
+    annotations_captions: list[str] | None = None
+    question_id: Id = ""
+    img_id: Id = ""
+    image_id: Id = ""
+
+    def sample(self, shown: Shown) -> Sample:
+        said = self.answer or self.caption or self.annotations_captions or []
+        name = next((str(one) for one in (self.question_id, self.img_id, self.image_id) if one != ""), "")
+        return Sample(id=name, pictures=shown, captions=tuple(said))
+
+
+def _choice(row: Mapping[str, Any], shown: Shown) -> Sample:
+    """MMBench's columns A, B, …, SEED's `choice_a`, …, or a list of `options` (AI2D) or `choices` (ScienceQA), whose
+    answer is a letter or a number."""
+    listed = row.get("options") or row.get("choices")
+    if listed:
+        texts = dict(zip(ascii_uppercase, listed, strict=False))
+    else:
+        columns = ((letter, row.get(letter) or row.get(f"choice_{letter.lower()}")) for letter in ascii_uppercase)
+        texts = {letter: text for letter, text in columns if text and str(text) != "nan"}
+    told = row.get("answer")
+    answer = "" if told is None else str(told).strip()
+    answer = ascii_uppercase[int(answer)] if answer.isdecimal() and int(answer) < len(texts) else answer
+    if answer and answer not in texts:
+        raise DataError(f"the answer {answer!r:.80} is none of {', '.join(texts)}", "leave that row out")
+    number = next((row[name] for name in ("index", "question_id") if row.get(name) is not None), "")
+    hint = row.get("hint")
+    kept = ("category", "l2_category", "L2-category", "source", "data_type", "subject")
+    return Sample(
+        id=str(number),
+        pictures=shown,
+        turns=asked(str(row["question"]), len(shown)),
+        answers=(answer,) if answer else (),
+        choices={letter: str(text) for letter, text in texts.items()},
+        hint="" if hint is None or str(hint) == "nan" else str(hint),
+        notes={name: row[name] for name in kept if row.get(name) is not None},
+    )
+
+
+def _question(id: Id, shown: Shown, question: str, answers: list[str] | None, **notes: Any) -> Sample:
+    return Sample(
+        id=str(id), pictures=shown, turns=asked(question, len(shown)), answers=tuple(answers or ()), notes=notes
+    )
+
+
+class _Kind(NamedTuple):
+    """What a row is, the columns that it is known by, and those that hold its pictures."""
+
+    row: Any
+    known: str
+    pictures: tuple[str, ...] = ("image",)
+
+
+# The first that fits wins.
+KINDS: dict[str, _Kind] = {
+    "hallusion": _Kind(_Hallusion, "visual_input figure_id gt_answer"),
+    "winoground": _Kind(_Winoground, "image_0 image_1 caption_0 caption_1", ("image_0", "image_1")),
+    "refcoco": _Kind(_Expression, "question_id answer bbox image"),
+    "gqa": _Kind(_Gqa, "imageId question", ()),
+    "docvqa": _Kind(_DocVqa, "questionId question image"),
+    "textvqa": _Kind(_TextVqa, "question_id question image_classes image"),
+    "vqa": _Kind(_Vqa, "question_id question question_type image"),
+    "ocrbench": _Kind(_OcrBench, "dataset question question_type answer image"),
+    "mmbench": _Kind(None, "question image"),
+    "pope": _Kind(_Pope, "question_id question answer image_source category image"),
+    "mme": _Kind(_Mme, "question_id question answer category image"),
+    "chartqa": _Kind(_ChartQa, "type question answer image"),
+    "coco-captions": _Kind(_Captioned, "image"),
+}
+_OPTIONS = ({"A", "B"}, {"choice_a", "choice_b"}, {"options"}, {"choices"})
+_CAPTIONS = ("answer", "caption", "annotations_captions")
+
+
+def guess_columns(path: Path) -> str:
+    """Which of `KINDS` the columns of a parquet file are."""
+    columns = Table(path).columns
+    for name in KINDS:
+        if _fits(name, columns):
+            return name
+    raise DataError(
+        f"no benchmark known here has the columns {', '.join(sorted(columns))!s:.200} of {path}",
+        f"known are those of {', '.join(KINDS)}",
+    )
+
+
+def _fits(name: str, columns: set[str]) -> bool:
+    if name == "mmbench" and not any(some <= columns for some in _OPTIONS):
+        return False
+    if name == "coco-captions" and not any(some in columns for some in _CAPTIONS):
+        return False
+    return columns.issuperset(KINDS[name].known.split())
+
+
+def open_columns(
+    kind: str, path: Path, *, pictures: str | Path | None = None, anywhere: bool = False, picture: str = "{id}.jpg"
+) -> Samples:
+    """A benchmark of a hub. Only GQA's pictures are not in its rows: `pictures` are the parquet files that hold them,
+    or a folder in which `picture` says how they are called."""
+    if kind not in KINDS:
+        raise ConfigError(f"{path} is parquet, which {kind!r} is not read from", f"known so: {', '.join(KINDS)}")
+    table, row = Table(path), KINDS[kind]
+    if not _fits(kind, table.columns):
+        raise DataError(
+            f"{path} has the columns {', '.join(sorted(table.columns))!r:.200}",
+            f"{', '.join(row.known.split())} were expected of {kind!r}",
+        )
+    if pictures is not None and kind != "gqa":
+        raise ConfigError(f"the pictures of {path} lie in it", "leave `pictures` out")
+    find = _apart(path, pictures, anywhere, picture) if kind == "gqa" else partial(_inside, table, row.pictures)
+    rows = [_parsed(row.row, table, n) for n in range(len(table))]
+    # Ids are made of words alone, so that no picture is read to number the samples.
+    ids = _distinct([_made(table, n, one, ()).id for n, one in enumerate(rows)])
+
+    def make(n: int) -> Sample:
+        return replace(_made(table, n, rows[n], find(n, rows[n])), id=ids[n])
+
+    return Samples(kind, path, range(len(rows)), make)
+
+
+def _parsed(kind: Any, table: Table, n: int) -> Any:
+    if kind is None:
+        return table[n]
+    try:
+        return msgspec.convert(table[n], kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{table.path}, row {n}: {error}", "check that it is the data set you think") from error
+
+
+def _made(table: Table, n: int, row: Any, shown: Shown) -> Sample:
+    try:
+        return _choice(row, shown) if isinstance(row, dict) else row.sample(shown)
+    except DataError as error:
+        raise DataError(f"{table.path}, row {n}: {error.problem}", error.remedy) from error
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Rows without an id are numbered, and those that share one (MME's two about a picture) are told apart."""
+    counts, seen = Counter(names), Counter()
+    found = []
+    for n, name in enumerate(names):
+        found.append(f"{name}/{seen[name]}" if name and counts[name] > 1 else name or str(n))
+        seen[name] += 1
+    return found
+
+
+def _inside(table: Table, columns: tuple[str, ...], n: int, row: Any) -> Shown:
+    return tuple(one for column in columns for one in table.pictures(n, column))
+
+
+def _apart(path: Path, pictures: str | Path | None, anywhere: bool, picture: str) -> Callable[[int, _Gqa], Shown]:
+    """Pictures in files of their own: parquet with `id` and `image`, or a folder."""
+    if pictures is None:
+        raise ConfigError(f"the pictures of {path} lie in files of their own", "give them as `pictures`")
+    if not is_parquet(Path(pictures)):
+        folder = folder_for(path, pictures, anywhere)
+        return lambda n, row: (folder.find(picture.format(id=row.picture), str(row.id)),)
+    table = Table(Path(pictures))
+    place = {str(row.get("id")): n for n, row in enumerate(table)}
+
+    def find(n: int, row: _Gqa) -> Shown:
+        if row.picture not in place:
+            raise DataError(f"picture {row.picture} of {path}, row {n}, is not in {pictures}", "give the same split's")
+        return table.pictures(place[row.picture])
+
+    return find

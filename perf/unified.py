@@ -55,9 +55,9 @@ def seconds(call: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(times)
 
 
-def product_rate(model: Unified, tokens: int) -> float:
-    """Operations a second of products of so many tokens with the decoder's own matrices."""
-    weights = [p.detach() for p in model.decoder.blocks[0].parameters() if p.ndim == 2]
+def product_rate(block: torch.nn.Module, tokens: int) -> float:
+    """Operations a second of products of so many tokens with a block's own matrices."""
+    weights = [p.detach() for p in block.parameters() if p.ndim == 2]
     inputs = [torch.randn(tokens, w.shape[1], device=DEVICE, dtype=w.dtype) for w in weights]
     repeats = 20
 
@@ -89,7 +89,8 @@ def measured(model: Unified) -> dict[str, dict[str, float]]:
 
     raster = model.config.order == "raster"
     # In raster order and while an answer is written, one token a pass is read; otherwise the whole sequence.
-    one, whole = product_rate(model, 2), product_rate(model, 2 * (PROMPT + 1 + N))
+    block = model.decoder.blocks[0]
+    one, whole = product_rate(block, 2), product_rate(block, 2 * (PROMPT + 1 + N))
     passes = [Work.causal(PROMPT + 1 + N, 2)] if raster else [Work.full(PROMPT + 1 + N, 2)] * STEPS
     reading = cost.flops(model, Work.prefill(1 + N + PROMPT)), cost.flops(model, Work.causal(ANSWER - 1))
     floors = {

@@ -42,12 +42,49 @@ def test_every_recipe_runs_one_step(name, tmp_path):
     assert hub.tokenizer(tmp_path / "final").size <= again.config.vocab
 
 
+def test_what_is_not_trained_yet_is_named_with_the_command_that_trains_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = recipe.tiny(recipe.read("untested/mini-vlm-qformer"))
+    with pytest.raises(
+        ConfigError,
+        match=r"tower starts from out/clip-scenes/final.*\n.*train untested/clip-scenes --out out/clip-scenes$",
+    ):
+        recipe.train(small, tmp_path / "run", quiet=True)
+    (tmp_path / "out/clip-scenes/final").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"connector .*\n.*vitrail train untested/qformer-scenes --out out/qformer-scenes$"
+    ):
+        recipe.train(small, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     small = recipe.tiny(recipe.read("smoke"))
     first = recipe.train(small, tmp_path, quiet=True)
     monkeypatch.setattr("vitrail.train.trainer.Trainer._one_step", None)
     second = recipe.train(small, tmp_path, quiet=True)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_run_stops_behind_a_stage_and_goes_on_as_if_it_had_not(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("one two three four five six seven eight nine ten\n" * 400)
+    small = recipe.tiny(recipe.read("smoke", {"tokenizer.train": "280", "stages.0.save_every": "1"}))
+    docs = small.sources["docs"].with_(package=None, files=(str(text),))
+    first = small.stages[0].with_(steps=2)
+    small = small.with_(stages=(first, first.with_(name="more")), sources={"docs": docs})
+    whole = recipe.train(small, tmp_path / "whole", quiet=True)
+    half = recipe.train(small, tmp_path / "half", until="learn", quiet=True)
+    assert not (tmp_path / "half" / "final").exists() and not (tmp_path / "half" / "more").exists()
+    kept = hub.load(tmp_path / "half" / "learn" / "final")
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), half.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(kept.parameters(), whole.parameters(), strict=True))
+    recipe.train(small, tmp_path / "half", until="more", quiet=True)
+    again = hub.load(tmp_path / "half" / "final")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+    with pytest.raises(ConfigError, match=r"no stage 'nowhere'.*\n.*learn"):
+        cli.train("smoke", out=tmp_path / "none", until="nowhere")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every part that starts from what another recipe trains finds its weights there, shape by shape: found out before the
 first of them is trained, and without a weight."""
 
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 
 from vitrail import hub, recipe, sweep
+from vitrail.data.scenes.source import ScenesConfig
 from vitrail.recipe import MODELS, Recipe
 
-FOLDERS = {"bsq-vit-scenes": "qlip-scenes"}  # of one recipe with changes that leave its shapes alone
+FOLDERS = dict.fromkeys(
+    ("bsq-vit-scenes", "bsq-vit-bare"), "qlip-scenes"
+)  # of one recipe with changes that leave its shapes alone
 
 
 def chosen() -> dict[str, Recipe]:
@@ -48,4 +52,43 @@ def test_parts_fit_what_they_start_from(name, monkeypatch):
     with torch.device("meta"):
         model = MODELS[read.model.kind][1](read.model_config())
     for part, other in starts(read).items():
+        recipe._start(model, part, other)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in recipe.untested() if recipe.read(name).model.start in ("mini", "judge")]
+)
+def test_what_goes_on_from_a_shipped_model_fits_it(name):
+    """Before a minute of a GPU is spent: its stages name parts of it, its tokenizer is its own, its pictures as large,
+    and no talk's length breaks the multiple of 16 that kernels want."""
+    read = recipe.read(name)
+    model = hub.load(read.model.start)
+    read.check_stages(model)
+    assert read.tokenizer is not None and read.tokenizer.start == read.model.start
+    side = model.codec.size[0]
+    assert {source.side for source in read.sources.values() if isinstance(source, ScenesConfig)} == {side}
+    for number, stage in enumerate(read.stages):
+        settings, rows = read.settings(number), 1 + model.grid[0] * model.grid[1]
+        assert (rows + settings.length) % 16 == (rows + settings.prompt) % 16 == 0
+        total = sum(stage.mixture.weights.values())
+        assert stage.batch % total == 0  # every batch has as many of each
+        assert not set(stage.judge) & set(stage.mixture.weights)
+        seeds = [read.sources[name].seed for name in stage.mixture.weights if hasattr(read.sources[name], "seed")]
+        assert len(set(seeds)) == len(seeds) and 7171 not in seeds  # the seed that questions are asked of
+        for source in stage.mixture.weights:
+            if isinstance(scenes := read.sources[source], ScenesConfig) and scenes.atlas == "emoji":
+                assert "twemoji" not in scenes.asked().vendors and scenes.asked().vendors
+
+
+def test_queries_that_learned_answers_first_fit_the_second_stage(monkeypatch):
+    """As the head of scaling-fuse.toml says it."""
+    head = (recipe.folder() / "untested" / "scaling-fuse.toml").read_text().split("\nname")[0].replace("#", "")
+    changes = shlex.split(head.split("--out out/scaling-queries")[1].replace("\\\n", " "))
+    read = recipe.read("untested/scaling-queries", dict(change.split("=", 1) for change in changes))
+    assert [part.start for part in read.model.parts.values()].count("out/scaling-fuse/final") == 3
+    monkeypatch.setattr(hub, "load", lambda start, dtype: trained(start))
+    with torch.device("meta"):
+        model = MODELS[read.model.kind][1](read.model_config())
+    assert list(read.model.parts)[-1] == "queries"  # which goes over what its layers started from
+    for part, other in read.model.parts.items():
         recipe._start(model, part, other)

@@ -12,6 +12,7 @@ from generate.test_answers import TEXTS, unified
 from vitrail import hub
 from vitrail.cli import main
 from vitrail.errors import ConfigError, ImageError
+from vitrail.generate.answers import Reading
 from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
 from vitrail.processing.text import Tokenizer
@@ -59,6 +60,28 @@ def test_one_or_many(studio, folder):
     assert studio.ask([a, b], TEXTS[0], max_new=6) == [one, studio.ask(b, TEXTS[0], max_new=6)]
     assert studio.ask([a, b], TEXTS[:2], max_new=6) == [one, studio.ask(b, TEXTS[1], max_new=6)]
     assert studio.caption(a, max_new=6) == studio.ask(a, DESCRIBE, max_new=6)
+
+
+@torch.no_grad()
+def test_options_are_weighed_as_they_would_be_written(studio, folder):
+    """The sum over tokens, one by one, of what a stepper gives each of them after those before it."""
+    a, b, words = str(folder / "a.png"), str(folder / "b.png"), studio.words
+    asked = [(a, TEXTS[0], [TEXTS[1], TEXTS[2]]), ([b], TEXTS[3], [TEXTS[1]])]
+    found = studio.likelihoods(asked)
+    assert [len(row) for row in found] == [2, 1]
+    for (shown, question, options), row in zip(asked, found, strict=True):
+        for option, value in zip(options, row, strict=True):
+            stepper = Reading(studio.model, studio._look(shown)[0], 1)
+            ids = torch.tensor([[*words.encode(question), words.eos]])
+            logits, total = stepper.prefill(ids, torch.tensor([ids.shape[1]])), 0.0
+            for token in [*words.encode(option), words.eos]:
+                total += float(logits.log_softmax(-1)[0, token])
+                logits = stepper.step(torch.tensor([token]))
+            assert value == pytest.approx(total, rel=1e-5)
+    with pytest.raises(ConfigError, match="one picture at a time"):
+        studio.likelihoods([([a, b], TEXTS[0], [TEXTS[1]])])
+    with pytest.raises(ConfigError, match="no option"):
+        studio.likelihoods([(a, TEXTS[0], [])])
 
 
 def test_a_drawing_is_what_the_model_draws(studio):

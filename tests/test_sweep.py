@@ -303,6 +303,8 @@ def test_only_what_is_missing_is_trained(chain, tmp_path):
 
 def test_one_recipe_may_be_needed_twice(chain, tmp_path):
     changed = {"recipe": "first.toml", "name": "second", "changes": {"stages.0.steps": 2, "says": "it's"}}
+    optim = {"kind": "adamw", "lr": 1e-3, "rates": [{"part": "blocks", "lr": 2e-3}]}
+    changed["changes"] |= {"stages.0.optim": optim, "model.parts": {}}
     [need] = sweep.missing(sweep.read(chain).with_(needs=("first.toml", sweep.Need.read(changed))))
     assert need.read_recipe().stages[0].steps == 2 and need.read_recipe().says == "it's"
     _, _, name, *changes, _, out = shlex.split(need.command)

@@ -25,7 +25,7 @@ from vitrail.token_scaling import ALONE, CUT_FROM, QFORMER, TOLD, WITHHELD, Expe
 def test_the_default_design(tmp_path):
     made = Experiment(Design(), tmp_path, "cpu")
     base, queries, runs = (made.sweep_of(phase) for phase in ("base", "queries", "runs"))
-    assert len(base.tests) == 3 * 5 + 1  # of 64 patches no more than 64 tokens are left
+    assert len(base.tests) == 4 * 5 + 1  # of 64 patches no more than 64 tokens are left
     fused, alone, plain = (queries.read_recipe(variant, 0) for variant in queries.variants)
     assert fused.model.config["queries"]["first"] == plain.model.config["connector"]["queries"] == 128
     assert {part.start for part in fused.model.parts.values()} == {str(made.end("base"))}
@@ -99,6 +99,49 @@ def test_a_tower_that_is_not_there_is_named(tmp_path, monkeypatch):
         scaling_run.run(out=tmp_path / "out", device="cpu")
 
 
+def test_what_would_be_run_is_said(tmp_path, capsys):
+    scaling_run.run(out=tmp_path / "out", device="cpu", dry=True)
+    said = capsys.readouterr().out
+    base, queries, runs = (
+        next(x for x in said.splitlines() if x.startswith(f"{p} ")) for p in ("base", "queries", "runs")
+    )
+    assert base.split()[1:6] == ["1", "0", "300", "+", "1500"] and runs.split()[1:4] == ["54", "0", "200"]
+    assert "without question 16" in said and queries.split()[5] == "0"
+    assert f"{1000 * 3 * 54 * 7:,}" in runs and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("right", "refused"), [({"reading": 30, "existence_random": 90}, None),
+                                                ({"reading": 30, "existence_random": 55}, "existence_random 55.0%"),
+                                                ({"reading": 2, "existence_random": 90}, "reading 2.0%")])  # fmt: skip
+def test_a_base_that_sees_nothing_ends_it(right, refused, tmp_path, monkeypatch):
+    made = Experiment(Design(count=100), tmp_path, "cpu")
+    [base] = made.planned("base")
+    blind = {"existence_random": 0.5, "reading": 0.01}
+    scores = [
+        {"name": kind, "value": right.get(kind, 50) / 100, "of": 100, "beside": {"blind": blind.get(kind, 0.9)}}
+        for kind in (*made.settings.kinds, "naming")
+    ]
+    for name, words in made.sweep_of("base").tests.items():
+        file = base.folder / "tests" / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"asked": words, "scores": scores}))
+    if refused is None:
+        made.check_base(("reading", "existence_random"))
+        return
+    with pytest.raises(DataError, match=f"not told from a guess: {refused}") as error:
+        made.check_base(("reading", "existence_random"))
+    assert "--anyway" in error.value.remedy
+    asked = []
+    monkeypatch.setattr(scaling_run, "_phase", lambda experiment, phase, *rest: asked.append(phase))
+    monkeypatch.setattr(scaling_run, "check_starts", lambda *words: None)
+    monkeypatch.setattr(scaling_run, "tell", lambda *words: None)
+    with pytest.raises(DataError, match="not told from a guess"):
+        scaling_run.run(out=tmp_path, count=100, device="cpu")
+    assert asked == ["base"]
+    scaling_run.run(out=tmp_path, count=100, device="cpu", anyway=True)
+    assert asked == ["base", "base", "queries", "runs"]
+
+
 def test_answers_have_few_verdicts_and_one_control():
     points = []
     for seed in range(3):
@@ -167,7 +210,7 @@ def test_all_of_it_runs_and_goes_on(changes, tmp_path, monkeypatch, capsys):
     found = json.loads((out / "scaling.json").read_text())
     ways = {(p["way"], p["tokens"]) for p in found["scores"]}
     trained = ("with question", "without question", "Q-Former", "question withheld", "another question")
-    assert ways == {(w, n) for w in (*trained, "VisPruner", "VisionZip", "pooling") for n in (1, 4, 16)} | {
+    assert ways == {(w, n) for w in (*trained, "VisPruner", "VisionZip", "pooling", "random") for n in (1, 4, 16)} | {
         ("all patches", 16)
     }
     kinds = {p["kind"] for p in found["scores"]}

@@ -6,21 +6,25 @@ from typing import Any
 import torch
 
 from vitrail import studio
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.connectors.reduce import AnyReduction
+from vitrail.errors import CheckpointError
 from vitrail.hub import configs
 from vitrail.models.genie import GenieConfig
 from vitrail.play import Playground
 
 
 def load(
-    name_or_path: str | Path = studio.MINI, *, template: str | None = None, device: str | torch.device | None = None
+    name_or_path: str | Path = studio.MINI,
+    *,
+    template: str | None = None,
+    device: str | torch.device | None = None,
+    reduce: AnyReduction | None = None,
 ) -> Any:
     """A `Playground` for a world model, a `Studio` for a unified model, a `Talker` for a vision-language model, to
-    which a chat template may be named."""
+    which a chat template may be named, and what leaves fewer tokens of its pictures."""
     if not plays(name_or_path):
-        return studio.load(name_or_path, template=template, device=device)
-    if template is not None:
-        raise ConfigError(f"{name_or_path} is no VLM and has no use for a chat template", "leave the template out")
+        return studio.load(name_or_path, template=template, device=device, reduce=reduce)
+    studio.refuse_talk(name_or_path, template, reduce)
     return Playground.load(name_or_path, device=device)
 
 

@@ -42,10 +42,12 @@ END = "<|endoftext|>"  # of a tokenizer that is trained here
 
 
 class StartPart(Config):
-    """Where a part of the model starts from: a part of another one, by the same name unless told; "" is all of it."""
+    """Where a part of the model starts from: a part of another one, by the same name unless told; "" is all of it. What
+    of it is `fresh` is not taken."""
 
     start: str
     part: str | None = None
+    fresh: tuple[str, ...] = ()
 
 
 class ModelPart(Config):
@@ -229,7 +231,7 @@ def tiny(recipe: Recipe) -> Recipe:
 
 
 # What may change between a start and the next without changing what is learned.
-HOW = ("workers", "save_every", "judge", "judge_every", "compile", "recompute")
+HOW = ("workers", "save_every", "judge", "judge_every", "judge_first", "compile", "recompute")
 
 
 def started_from(recipe: Recipe) -> dict[str, str]:
@@ -238,6 +240,18 @@ def started_from(recipe: Recipe) -> dict[str, str]:
     named = {"the model": model.start, "the tokenizer": None if words is None else words.start}
     named |= {name: part.start for name, part in model.parts.items()}
     return {what: start for what, start in named.items() if start is not None}
+
+
+def refuse_untrained(recipe: Recipe) -> None:
+    """What another recipe leaves in its folder, and has not yet, is named with the command that makes it."""
+    known = {name.rpartition("/")[2]: name for name in (*names(), *untested())}
+    for what, start in started_from(recipe).items():
+        path = Path(start)
+        if path.name == "final" and not path.exists() and path.parent.name in known:
+            raise ConfigError(
+                f"{what} starts from {start}, which is not there",
+                f"train it first: vitrail train {known[path.parent.name]} --out {path.parent}",
+            )
 
 
 def starts(recipe: Recipe) -> dict[str, str]:
@@ -261,12 +275,18 @@ def identity(recipe: Recipe, sources: Sources) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool = False) -> nn.Module:
-    """Run every stage in turn; the end's weights are in out/final. The same call goes on where it stopped.
+def train(
+    recipe: Recipe, out: Path, *, until: str | None = None, device: str | None = None, quiet: bool = False
+) -> nn.Module:
+    """Run every stage in turn; the end's weights are in out/final. The same call goes on where it stopped. With
+    `until` it stops behind a stage, whose weights are then in out/STAGE/final; without, it goes on.
 
     Under torchrun the processes share the work, and any number of them can go on with what others began; the model that
     comes back is whole in the first of them, and in shards in the others.
     """
+    final, last = kept_in(recipe, out, until), until or recipe.stages[-1].name
+    stages = recipe.stages[: 1 + [stage.name for stage in recipe.stages].index(last)]
+    refuse_untrained(recipe)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     with distributed.joined(device):
@@ -282,22 +302,30 @@ def train(recipe: Recipe, out: Path, *, device: str | None = None, quiet: bool =
         recipe.check_stages(model)
         more = {"seed": recipe.seed, "device": device, "identity": identity(recipe, sources), "quiet": quiet}
         spoken = words  # with the way that a task speaks to the model, where it has one
-        for i, stage in enumerate(recipe.stages):
+        for i, stage in enumerate(stages):
             task = TASKS[stage.task].make(model, _named(sources, stage), words, recipe.settings(i))
             spoken = getattr(task, "spoken", spoken)
             trainer = Trainer(stage, task, sources, out / stage.name, **more)
             trainer.train()
             if distributed.size() > 1:  # the next stage shares the weights out anew; the end is for one alone
-                wanted = stage is not recipe.stages[-1] or distributed.rank() == 0
+                wanted = stage is not stages[-1] or distributed.rank() == 0
                 whole = _model(recipe, words) if wanted else None
                 distributed.put_together(model, whole, trainer.optimizer.masters())
                 model = model if whole is None else whole
         if distributed.rank() == 0:
             if recipe.lora is not None:
                 merge(model)
-            _keep(model, out / "final", spoken)
+            _keep(model, final, spoken)
         distributed.wait()
     return model
+
+
+def kept_in(recipe: Recipe, out: Path, until: str | None = None) -> Path:
+    """The folder that a run's weights are in when it ends, or when it stops behind a stage."""
+    names = [stage.name for stage in recipe.stages]
+    if until is not None and until not in names:
+        raise ConfigError(f"recipe {recipe.name!r} has no stage {until!r}", f"stages: {', '.join(names)}")
+    return out / "final" if until in (None, names[-1]) else out / str(until) / "final"
 
 
 def _pictures(recipe: Recipe) -> Sources:
@@ -395,7 +423,11 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
         mine, theirs = model.get_submodule(name), whole.get_submodule(name if other.part is None else other.part)
     except AttributeError as error:
         raise ConfigError(f"model.parts.{name}: {error}", f"does {other.start} have such a part?") from None
-    have, give = mine.state_dict(), theirs.state_dict()
+    have = {key: tensor for key, tensor in mine.state_dict().items() if key.split(".")[0] not in other.fresh}
+    for part in other.fresh:
+        if not hasattr(mine, part):
+            raise ConfigError(f"model.parts.{name}.fresh names {part!r}, which it has not", "leave it out")
+    give = theirs.state_dict()
     alone = sorted(key for key in have if key not in give)
     for key in have:
         if key.split(".")[0] in FRESH and key in alone:
@@ -403,7 +435,8 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
         if key in alone or have[key].shape != give[key].shape:
             theirs_is = "missing there" if key in alone else f"of {tuple(give[key].shape)} there"
             raise ConfigError(
-                f"model.parts.{name} cannot start from {other.start}: {key} is {theirs_is}", "give both the same config"
+                f"model.parts.{name} cannot start from {other.start}: {key} is {theirs_is}",
+                f'give both the same config, or leave it to chance: fresh = ["{key.split(".")[0]}"]',
             )
     mine.load_state_dict({key: give[key] for key in have if key in give}, strict=False)
     if isinstance(mine, Decoder) and any(key.startswith("fusion.") for key in alone):

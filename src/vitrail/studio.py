@@ -4,6 +4,7 @@ B pictures or texts, h × w codes, W width
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from vitrail import hub
 from vitrail.codecs.fit import Fit
+from vitrail.connectors.reduce import AnyReduction
+from vitrail.data.words.checks import Check, checks
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.generate.answers import answer
+from vitrail.generate.answers import answer, likelihoods
 from vitrail.generate.pictures import Drawing, draw, varied
 from vitrail.generate.sampling import Sampling
 from vitrail.hub import configs
@@ -29,6 +32,7 @@ from vitrail.stream import pack
 from vitrail.talker import Talker, usable
 
 DESCRIBE = "Describe the picture briefly."
+APART = 1_000_003  # seeds of one try and the next: no two of a batch of any size meet
 MINI = "mini"  # the model that ships with the package
 MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language model that is fetched
 TRAIN_VLM = " && ".join(
@@ -38,17 +42,28 @@ TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train mini --o
 
 
 def load(
-    name_or_path: str | Path = MINI, *, template: str | None = None, device: str | torch.device | None = None
+    name_or_path: str | Path = MINI,
+    *,
+    template: str | None = None,
+    device: str | torch.device | None = None,
+    reduce: AnyReduction | None = None,
 ) -> Any:
     """What a folder holds, ready to hand: a `Studio` for a unified model, a `Talker` for a vision-language model, to
-    which a chat template may be named."""
+    which a chat template may be named, and what leaves fewer tokens of its pictures."""
     if name_or_path == MINI_VLM:
         name_or_path = _shipped(MINI_VLM, TRAIN_VLM)
     if talks(name_or_path):
-        return Talker.load(name_or_path, template=template, device=device)
+        return Talker.load(name_or_path, template=template, device=device, reduce=reduce)
+    refuse_talk(name_or_path, template, reduce)
+    return Studio.load(name_or_path, device=device)
+
+
+def refuse_talk(name_or_path: str | Path, template: str | None, reduce: AnyReduction | None) -> None:
+    """What a model has no use for that is no VLM."""
     if template is not None:
         raise ConfigError(f"{name_or_path} is no VLM and has no use for a chat template", "leave the template out")
-    return Studio.load(name_or_path, device=device)
+    if reduce is not None:
+        raise ConfigError(f"{name_or_path} is no VLM, of whose pictures fewer tokens can be left", "leave reduce out")
 
 
 def talks(name_or_path: str | Path) -> bool:
@@ -127,6 +142,21 @@ class Studio:
         """What a picture shows."""
         return self.ask(pictures, DESCRIBE, **more)
 
+    def likelihoods(self, asked: Sequence[tuple[Any, str, Sequence[str]]]) -> list[list[float]]:
+        """How likely each option is as the whole answer, for (picture, question, its options) each."""
+        if not asked or not all(options for *_, options in asked):
+            raise ConfigError("no option to weigh", "give at least one")
+        if any(isinstance(shown, list | tuple) and len(shown) != 1 for shown, *_ in asked):
+            raise ConfigError("a unified model looks at one picture at a time", "give one")
+        rows = [
+            (shown[0] if isinstance(shown, list | tuple) else shown, question, option)
+            for shown, question, options in asked
+            for option in options
+        ]
+        pictures, questions, options = map(list, zip(*rows, strict=True))
+        found = iter(likelihoods(self.model, self._look(pictures)[0], questions, options, self.words).tolist())
+        return [[next(found) for _ in options] for _, _, options in asked]
+
     def looked(self, picture: Source, question: str, **more: Any) -> tuple[str, Image.Image]:
         """The answer, and the picture as it was seen, brightest where the answer comes from. `more` is what
         `show.looked.losses` takes besides."""
@@ -147,6 +177,7 @@ class Studio:
         self,
         prompts: Sequence[str],
         *,
+        tries: int = 1,
         negative: str | None = None,
         given: tuple[Tensor, Tensor] | None = None,
         progress: Callable[[int, int], Any] = lambda done, of: None,
@@ -155,21 +186,46 @@ class Studio:
         **how: Any,
     ) -> Tensor:
         """Ids (B, h, w). `how` are fields of `Drawing` (guidance, steps, wander) and of `Sampling` (temperature, top_k,
-        top_p, min_p). With a seed, prompt i is drawn from seed + i."""
+        top_p, min_p). With a seed, prompt i is drawn from seed + i. Of several `tries` the one is kept
+        about which the model itself most surely answers the questions of `data.words.checks` as the prompt would."""
         if not prompts:
             raise ConfigError("nothing to draw", "give a prompt")
+        asked = [checks(prompt) for prompt in prompts] if tries != 1 else []
+        if tries < 1 or not all(asked):
+            blank = next((repr(prompt) for prompt, own in zip(prompts, asked, strict=False) if not own), "nothing")
+            raise ConfigError(
+                f"{tries} tries for {blank:.80}",
+                "give at least one; among several is chosen by the things that a prompt names, of those that mini draws",
+            )
         device = self.model.codec.device
         named = {key: how.pop(key) for key in list(how) if key in ("temperature", "top_k", "top_p", "min_p")}
-        drawing = Drawing(sampling=Sampling(**named, seed=seed), **how)
         ids, counts = self._ids(prompts, device)
         against = None if negative is None else self._ids([negative] * len(prompts), device)
-        return draw(self.model, ids, counts, drawing, negative=against, given=given, progress=progress, watch=watch)
+        drawn = []
+        for n in range(tries):
+            own = Sampling(**named, seed=None if seed is None else seed + n * APART)
+            told = partial(_share, progress, n, tries)
+            more: dict[str, Any] = {"negative": against, "given": given, "progress": told, "watch": watch}
+            drawn.append(draw(self.model, ids, counts, Drawing(sampling=own, **how), **more))
+        if tries == 1:
+            return drawn[0]
+        sure = torch.stack([self._sure(ids, asked) for ids in drawn])  # (tries, B)
+        return torch.stack(drawn)[sure.argmax(0), torch.arange(len(prompts), device=device)]
+
+    def _sure(self, ids: Tensor, asked: Sequence[Sequence[Check]]) -> Tensor:
+        """(B,): the logarithm of the probability that all that is asked about pictures (B, h, w) is answered so."""
+        # Looked at as pictures that are shown, and not in the codes they were drawn in.
+        seen = self.model.look(self.model.pixels(ids))[0]
+        rows = [(row, *check) for row, some in enumerate(asked) for check in some]
+        at, questions, answers = map(list, zip(*rows, strict=True))
+        found = likelihoods(self.model, seen[at], questions, answers, self.words)
+        return found.new_zeros(len(ids)).index_add(0, torch.tensor(at, device=found.device), found)
 
     def stages(self, prompt: str, count: int = 6, **how: Any) -> list[Image.Image]:
         """A drawing as it comes about, codes that are yet open in grey: so many moments, the last the whole of it.
         `how` is what `draw_ids` takes."""
         passed: list[tuple[Tensor, Tensor]] = []
-        self.draw_ids([prompt], watch=lambda ids, hidden: passed.append((ids.clone(), hidden)), **how)
+        self.draw_ids([prompt], tries=1, watch=lambda ids, hidden: passed.append((ids.clone(), hidden)), **how)
         settled = torch.stack([(~hidden).float().mean() for _, hidden in passed])  # (passes,), rising to 1
         wanted = torch.arange(1, count + 1, device=settled.device) / count
         at = torch.searchsorted(settled, wanted - 1e-6).clamp(max=len(passed) - 1).tolist()
@@ -227,6 +283,11 @@ class Studio:
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def _share(progress: Callable[[int, int], Any], turn: int, turns: int, done: int, of: int) -> None:
+    """The progress of one of several turns, told as that of all."""
+    progress(turn * of + done, turns * of)
 
 
 def _shipped(name: str, train: str) -> Path:

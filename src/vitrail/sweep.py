@@ -42,7 +42,7 @@ class Need(Config):
 
     recipe: str
     name: str | None = None
-    changes: dict[str, bool | int | float | str] = {}
+    changes: dict[str, Any] = {}
 
     @property
     def folder(self) -> Path:
@@ -50,7 +50,7 @@ class Need(Config):
 
     @property
     def command(self) -> str:
-        changes = [f"{key}={json.dumps(value)}" for key, value in self.changes.items()]
+        changes = [f"{key}={_toml(value)}" for key, value in self.changes.items()]
         return shlex.join(["vitrail", "train", self.recipe, *changes, "--out", str(self.folder)])
 
     def read_recipe(self) -> recipes.Recipe:
@@ -130,6 +130,13 @@ def runs(sweep: Sweep, out: Path, share: tuple[int, int] = (0, 1)) -> list[Run]:
 def _quoted(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Texts as TOML has them, so that they stay texts."""
     return {key: json.dumps(value) if isinstance(value, str) else value for key, value in changes.items()}
+
+
+def _toml(value: Any) -> str:
+    """On one line, as a change is given to a command."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 # ---- what is trained before -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from vitrail.data.talks import talks
 from vitrail.data.text import TextConfig
 from vitrail.data.words.pieces import Pieces
 from vitrail.hub.lpips import load_lpips
+from vitrail.models.answered import Answered
 from vitrail.models.clip import Contrastive
 from vitrail.models.detector import Detector
 from vitrail.models.dino import Dino
@@ -25,6 +26,7 @@ from vitrail.models.genie import Genie
 from vitrail.models.latent_actions import LatentActions
 from vitrail.models.looking import LookingVLM
 from vitrail.models.masked import Masked
+from vitrail.models.qformer import TextQFormer
 from vitrail.models.qlip import QLIP, TaughtCodec
 from vitrail.models.unified import Unified
 from vitrail.models.vlm import VLM
@@ -35,8 +37,10 @@ from vitrail.tasks.codec import CodecSettings, CodecTask
 from vitrail.tasks.contrast import ContrastSettings, ContrastTask
 from vitrail.tasks.detect import DetectTask
 from vitrail.tasks.dino import DinoSettings, DinoTask
+from vitrail.tasks.fuse import FuseSettings, FuseTask
 from vitrail.tasks.genie import DynamicsSettings, DynamicsTask, FramesSettings, make_frames_task
 from vitrail.tasks.mim import MimSettings, MimTask
+from vitrail.tasks.qformer import QFormerSettings, QFormerTask
 from vitrail.tasks.qlip import QlipSettings, QlipTask
 from vitrail.tasks.text import TextTask
 from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
@@ -72,6 +76,7 @@ TASKS: dict[str, TaskKind] = {
     "text": TaskKind(lambda m, sources, words, settings: TextTask(m), Decoder, (TextConfig,)),
     "detect": TaskKind(lambda m, sources, words, settings: DetectTask(m, sources), Detector, (ScenesConfig,)),
     "contrast": TaskKind(ContrastTask, Contrastive, PICTURES, ContrastSettings, _captions),
+    "qformer": TaskKind(QFormerTask, TextQFormer, PICTURES, QFormerSettings, _captions),
     "mim": TaskKind(lambda m, sources, words, settings: MimTask(m, sources, settings), Masked, PICTURES, MimSettings),
     "codec": TaskKind(
         lambda m, sources, words, settings: CodecTask(m, sources, settings, load_lpips),
@@ -100,6 +105,7 @@ TASKS: dict[str, TaskKind] = {
         VLMSettings,
         lambda source: talks(source, 1).pieces,
     ),
+    "fuse": TaskKind(FuseTask, Answered, PICTURES, FuseSettings, lambda source: talks(source, 1).pieces),
     "chat": TaskKind(_chat, VLM, (ConversationsConfig,), ChatSettings, lambda source: source.pieces, even=False),
     "video-codec": TaskKind(
         lambda m, sources, words, settings: make_frames_task(m, "codec", settings),

@@ -12,6 +12,8 @@ recipes: others start anew.
 import hashlib
 import json
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +31,7 @@ from vitrail.hub.based import checksum
 from vitrail.lab.contrasts import Point
 from vitrail.lab.cut import cut
 from vitrail.lab.exact import NAMING, Exam, look_of, untold
+from vitrail.lab.ledger import ledger
 from vitrail.lab.reduced import REDUCTIONS, reduced_look
 from vitrail.models.vlm import VLM
 from vitrail.models.vlm_config import VLMConfig
@@ -151,6 +154,25 @@ class Experiment:
         """What a test is asked: other words make it another test, which is done anew."""
         return way, str(tokens), str(self.design.count), *self.settings.kinds
 
+    def flops(self, phase: Phase) -> int:
+        """Of all runs of a phase, all parts learning: each sample a picture, and as many words as there is room for. A
+        Q-Former is taken for queries that are fused with nothing, as deep and wide."""
+        config: Any = (self.base if phase == "base" else self.recipe).model_config()
+        most, each = self.design.tokens[-1], Counter[int]()
+        for run in self.planned(phase):
+            each[int(run.variant.name.rsplit(" ", 1)[1]) if phase == "runs" else most] += 1
+        total = 0
+        for tokens, runs in each.items():
+            made = config if phase == "base" else config.with_(queries=config.queries.with_(first=tokens))
+            total += runs * ledger(made, context=self.settings.length, devices=(), lengths=()).train
+        return total * self.samples(phase)
+
+    def samples(self, phase: Phase) -> int:
+        """That each run of a phase is trained on."""
+        run = self.planned(phase)[0]
+        stages = self.sweep_of(phase).read_recipe(run.variant, run.seed).stages
+        return sum(stage.steps * stage.batch for stage in stages)
+
     # ---- starts -------------------------------------------------------------------------------------------------
 
     def start(self, way: str, tokens: int) -> Path:
@@ -221,10 +243,10 @@ class Experiment:
 
     # ---- results ------------------------------------------------------------------------------------------------
 
-    def points(self) -> list[Point]:
+    def points(self, phases: Sequence[Phase] = ("runs", "base")) -> list[Point]:
         """All scores. A planned run that lacks a test, or a test that lacks a kind, is an error."""
         kinds, found, missing = {*self.settings.kinds, NAMING}, [], []
-        for phase in ("runs", "base"):
+        for phase in phases:
             for run in self.planned(phase):
                 tested = _tested(run.folder / "tests")
                 for test, words in self.sweep_of(phase).tests.items():
@@ -241,6 +263,17 @@ class Experiment:
                 "start the command again: it does what is left",
             )
         return found
+
+    def check_base(self, kinds: Sequence[str]) -> None:
+        """Refuse a base that sees no more than a guess: what is put on it could show nothing."""
+        own = {point.kind: point for point in self.points(["base"]) if point.way == PATCHES}
+        low = [point for kind, point in own.items() if kind in kinds and point.share.interval[0] <= point.blind]
+        if low:
+            said = "; ".join(f"{point.kind} {point.share}, {point.blind:.1%} without looking" for point in low)
+            raise DataError(
+                f"the base is not told from a guess: {said}",
+                "train it longer or on more (base.stages.1.steps=…), ask more (--count), or go on with --anyway",
+            )
 
 
 def _point(score: dict[str, Any], where: dict[str, Any]) -> Point:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.cli.data import app
+from vitrail.cli.data import app, make, show
+from vitrail.data.episodes import WORLDS
+from vitrail.data.scenes.config import PRESETS
 from vitrail.data.sources import SOURCES, Source
 from vitrail.data.sources.clients import CLIENTS
 from vitrail.errors import DataError
@@ -54,3 +56,15 @@ def test_get_says_where_it_is(made, capsys):
 def test_a_name_that_nobody_knows(made):
     with pytest.raises(DataError, match="no source is called 'maid'"):
         run("get", "maid")
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (make, {*PRESETS, *WORLDS} | {policy for world in WORLDS.values() for policy in world.policies}),
+        (show, set(PRESETS)),
+    ],
+)
+def test_whatever_can_be_asked_for_is_named_in_the_help(command, names):
+    said = command.__doc__.replace(",", " ").replace("(", " ").replace(")", " ").replace(".", " ").split()
+    assert names <= set(said)

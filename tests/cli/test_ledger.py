@@ -88,8 +88,9 @@ def test_listing_names_presets(run, monkeypatch):
     assert [line.split()[0] for line in lines[:gap]] == list(shown)
     assert "235 B" in lines[1] and "22.2 B active" in lines[1] and "256 tokens" in lines[0]
     assert lines[gap + 1].startswith("vision-language models")
-    assert [line.split()[0] for line in lines[gap + 2 :]] == list(whole)
-    assert "391 tokens of a picture" in lines[-2] and "3,202 features of a picture" in lines[-1]
+    assert [line.split()[0] for line in lines[gap + 2 : gap + 4]] == list(whole)
+    assert "391 tokens of a picture" in lines[gap + 2] and "3,202 features of a picture" in lines[gap + 3]
+    assert lines[-1].split()[0] == "mini" and "37.5 M" in lines[-1] and "145 tokens of a picture" in lines[-1]
 
 
 def test_settings_reach_the_ledger(run, tmp_path):

@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from cyclopts import App
 from PIL import Image
 
 from data.scenes.conftest import drawn
 from helpers import randomize
 from lab.test_exact import config_of
+from models.test_unified import made
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.data.scenes.sprites import Atlas
@@ -22,6 +24,7 @@ from vitrail.lab.pictured import couples, pictured
 from vitrail.lab.plan import Budget, plan, pricer
 from vitrail.lab.scaling import Law, fit
 from vitrail.lab.scores import read_scores
+from vitrail.models.unified import Unified
 from vitrail.models.vlm import VLM
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.processing.text import Tokenizer
@@ -202,6 +205,89 @@ def test_divergence_of_pictures(run, tmp_path):
     Atlas.build(drawn()).save(tmp_path / "atlas.safetensors")
     out = run("diverge", *asked, "--pairs", 5, "--length", 9, "--atlas", tmp_path / "atlas.safetensors", "--sup")
     assert "5 pairs of 9 tokens of pictures" in out and "Υ that bounds" in out
+
+
+def saved(folder, **more) -> tuple[Unified, Tokenizer]:
+    """A small model that reads and draws, with words about scenes."""
+    words = Tokenizer.train([TEXT, "is there a circle? yes no what colour is the square? "], 300)
+    config = made(order="masked", sees="features", **more).config
+    model = randomize(Unified(config.with_(decoder=config.decoder.with_(vocab=words.size))), 3, 0.3).eval()
+    hub.save(model, folder, words)
+    return model, words
+
+
+def test_divergence_of_a_model_that_reads_and_draws(run, tmp_path):
+    model, words = saved(tmp_path / "model")
+    pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    files = [tmp_path / f"{place}.png" for place in range(2)]
+    for file, picture in zip(files, pixels, strict=True):
+        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file)
+    asked = ["--model", tmp_path / "model", "--device", "cpu", "--json", "d.json"]
+    for prompt in ("", "the red"):
+        out = run("diverge", *files, *asked, "--prompt", prompt)
+        pieces = [model.shown(model.look(model.codec.pixels(pixels))[0])]
+        if prompt:
+            pieces.insert(0, model.words(torch.tensor([words.encode(prompt)] * 2)))
+        with torch.no_grad():
+            a, b = model(*pieces)[:, -9:].double()
+        told = json.loads((tmp_path / "d.json").read_text())
+        assert told["columns"]["D"] == pytest.approx((a - b).cumsum(0).norm(dim=-1).tolist(), rel=1e-4)
+        assert "1 pairs of 9 tokens of pictures" in out and told["prompt"] == prompt
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    run("diverge", "text.txt", *asked, "--text", "--prefix", 3, "--length", 8)
+    ids = words.encode(TEXT)
+    want = gather(hidden(model.decoder, ids, branches(ids, 3, 8, 128), 3, 8, bos=words.bos))
+    told = json.loads((tmp_path / "d.json").read_text())
+    assert told["columns"]["D"] == pytest.approx(want.distance.tolist(), rel=1e-4) and told["prefix"] == 3
+
+
+def test_a_model_is_asked_with_fewer_tokens(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrail.lab.exact.GUESSED", 128)
+    saved(tmp_path / "model")
+    Atlas.build(drawn()).save(tmp_path / "atlas.safetensors")
+    asked = ["fewer", tmp_path / "model", "--atlas", tmp_path / "atlas.safetensors", "--kinds", "existence_random"]
+    asked += [
+        "--preset",
+        "colours",
+        "--kinds",
+        "colour",
+        "--tokens",
+        1,
+        "--tokens",
+        4,
+        "--batch",
+        2,
+        "--device",
+        "cpu",
+        "--out",
+        "out",
+    ]
+    run(*asked, "--count", 2)
+    first = json.loads((tmp_path / "out" / "hits" / "colour.json").read_text())
+    out = run(*asked, "--count", 4)
+    told = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    ways = ("VisPruner", "VisionZip", "pooling", "random")
+    there = {(p["way"], p["kind"], p["tokens"]) for p in told["scores"]}
+    assert there == {(way, kind, n) for way in ways for kind in ("existence_random", "colour") for n in (1, 4, 9)}
+    assert {p["of"] for p in told["scores"]} == {4} and "existence_random  VisPruner" in out
+    whole = {p["value"] for p in told["scores"] if (p["kind"], p["tokens"]) == ("colour", 9)}
+    assert len(whole) == 1  # all ways end in the same
+    second = json.loads((tmp_path / "out" / "hits" / "colour.json").read_text())
+    assert second["batches"][:1] == first["batches"] and len(second["batches"]) == 2
+    assert (tmp_path / "out" / "scaling.svg").is_file() and told["contrasts"] == {}  # of reading nothing was asked
+
+    run(*asked, "--count", 5)  # the fifth in a batch of its own, which is asked again with six
+    run(*asked, "--count", 6)
+    more = json.loads((tmp_path / "out" / "hits" / "colour.json").read_text())["batches"]
+    assert more[:2] == second["batches"] and [len(part["random 9"]) for part in more] == [2, 2, 2]
+    monkeypatch.setattr("vitrail.cli.scaling_fewer.answered", None)  # nothing is asked twice
+    run(*asked, "--count", 4)
+    with pytest.raises(ConfigError) as error:
+        run(*asked, "--tokens", 9)
+    assert "from 1 to 8" in str(error.value)
+    with pytest.raises(ConfigError, match="no scenes 'fog'"):
+        run("fewer", tmp_path / "model", "--preset", "fog", "--out", "out")
 
 
 def test_pictures_have_no_continuations(run, tmp_path):

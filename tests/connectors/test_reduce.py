@@ -1,4 +1,4 @@
-"""Reduction keeps what it says, in order, and loses nothing when nothing has to go; VoCo's text sees no picture."""
+"""Reduction keeps what it says, in order, and loses nothing when nothing has to go."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import randomize
-from vitrail.connectors.reduce import PICTURE, TEXT, VOCO, looks, visionzip, vispruner, voco_plan
+from vitrail.connectors.reduce import looks, visionzip, vispruner
 from vitrail.errors import ConfigError
-from vitrail.nn import AttentionConfig, Block, BlockConfig, GatedConfig, attend
+from vitrail.nn import AttentionConfig, Block, BlockConfig, GatedConfig
 
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**16))
 
@@ -141,54 +141,23 @@ def test_looks_are_shares():
     assert (found.scores.sum(1) < 1).all() and (found.scores > 0).all()
     whole = looks(block, torch.randn(2, 8, 12), prefix=0)
     assert torch.allclose(whole.scores.sum(1), torch.ones(2))
-    normed = Block(config.with_(attention=config.attention.with_(qk_norm="rms")))
-    with pytest.raises(ConfigError, match="CLIP"):
-        looks(normed, torch.randn(2, 8, 12))
+    for wrong in ({"bias": "all_but_k"}, {"qk_norm": "rms", "qk_norm_over": "heads"}):
+        with pytest.raises(ConfigError, match="CLIP"):
+            looks(Block(config.with_(attention=config.attention.with_(**wrong))), torch.randn(2, 8, 12))
 
 
-# ---- VoCo --------------------------------------------------------------------------------------------------------
-
-
-def row(text: str) -> torch.Tensor:
-    return torch.tensor([[{"t": TEXT, "p": PICTURE, "v": VOCO}[c] for c in text]])
-
-
-def test_the_mask_of_voco():
-    seen = voco_plan(row("tppvtt")).mask(6, 6, torch.device("cpu"))[0, 0]
-    assert seen.int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 0, 0, 1, 1, 0],
-        [1, 0, 0, 1, 1, 1],
-    ]
-
-
-def test_the_plan_stays_what_it_is():
-    plan = voco_plan(row("tppvtt"))
-    device = torch.device("cpu")
-    assert torch.equal(plan.to("cpu").mask(6, 6, device), plan.mask(6, 6, device))
-    three = plan.fitted(3, 6, 6)
-    assert torch.equal(three.mask(6, 6, device), plan.mask(6, 6, device).expand(3, -1, -1, -1))
-    with pytest.raises(ConfigError, match="integers"):
-        voco_plan(torch.zeros(1, 3))
-    q = torch.randn(3, 6, 2, 4)
-    assert torch.allclose(attend(q, q, q, plan, "plain"), attend(q, q, q, plan), atol=1e-6)
-
-
-def test_text_reaches_the_picture_through_voco_alone():
-    """In two layers: with VoCo's values cut off there is no way left."""
-    config = BlockConfig(width=8, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=8), norm="rms")
-    blocks = [randomize(Block(config), seed=i) for i in range(2)]
-
-    def reached(kinds: str) -> torch.Tensor:
-        x = torch.randn(1, len(kinds), 8, requires_grad=True)
-        y, plan = x, voco_plan(row(kinds))
-        for block in blocks:
-            y = block(y, plan)
-        (grad,) = torch.autograd.grad((y[:, -1] * torch.randn(8)).sum(), x)
-        return grad[0].ne(0).any(-1)
-
-    assert reached("tppvt").all()
-    assert reached("tpptt").tolist() == [True, False, False, True, True]
+@pytest.mark.parametrize("normed", [None, "rms"])
+def test_without_cls_all_tokens_look(normed):
+    """The mean over the rows of the attention, against torch's own softmax of q·k, written out head by head."""
+    attention = AttentionConfig(heads=4, kv_heads=2, qk_norm=normed)
+    block = randomize(Block(BlockConfig(width=12, attention=attention, mlp=GatedConfig(hidden=8))))
+    x = torch.randn(2, 3 + 5, 12)
+    found = looks(block, x, prefix=3, cls=False)
+    branch = block.branches["self"]
+    q, k, _ = branch.op.qkv(branch.norm(x)).unflatten(-1, (-1, 3)).split([4, 2, 2], dim=-2)
+    q, k = branch.op.q_norm(q), branch.op.k_norm(k)
+    rows = [((q[:, :, h] @ k[:, :, h // 2].mT) / 3**0.5).softmax(-1) for h in range(4)]  # (B, 8, 8) each
+    assert torch.allclose(found.scores, torch.stack(rows).mean((0, 2))[:, 3:], atol=1e-6)
+    assert torch.allclose(found.keys, k[:, 3:].mean(2), atol=1e-6)
+    alone = looks(block, x, prefix=3)
+    assert torch.allclose(alone.scores, torch.stack(rows)[:, :, 0].mean(0)[:, 3:], atol=1e-6)

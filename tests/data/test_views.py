@@ -199,3 +199,18 @@ def test_what_cannot_be_is_refused(change):
 def test_other_pictures_are_refused(x):
     with pytest.raises(ImageError):
         views(x)
+
+
+def test_focus_goes_from_the_blur_of_three_pixels_to_what_is_sharper():
+    """Against a convolution with the binomial kernel, at both ends and between."""
+    x = picture(6, 3, 11, 13)
+    square = torch.nn.functional.interpolate(x / 255, (13, 13), mode="bilinear")
+    line = torch.tensor([1.0, 2.0, 1.0]) / 4
+    kernel = (line[:, None] * line).expand(3, 1, 3, 3)
+    soft = torch.nn.functional.conv2d(torch.nn.functional.pad(square, [1] * 4, mode="replicate"), kernel, groups=3)
+    for far in (-1.0, -0.4, 0.0, 0.7):
+        made = views(x, ViewsConfig(focus=(far, far)))
+        want = (square + far * (square - soft)).clamp(0, 1) * 2 - 1
+        assert torch.allclose(made, want, atol=1e-5)
+    with pytest.raises(ConfigError, match="focus"):
+        ViewsConfig(focus=(0.5, 0.2))

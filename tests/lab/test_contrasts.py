@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
-from vitrail.lab.contrasts import Contrast, Point, as_scored, column, gain, law, lines, panels, steeper
+from vitrail.lab.contrasts import (
+    Asked,
+    Contrast,
+    Point,
+    as_scored,
+    column,
+    gain,
+    law,
+    lines,
+    panels,
+    steeper,
+    steeper_by_questions,
+)
 from vitrail.lab.scaling import fit
 from vitrail.lab.student import student
 
@@ -147,3 +159,39 @@ def test_lines_are_means_over_seeds():
     assert reading.means[8] == pytest.approx(np.mean([p.value for p in points if p.tokens == 8 and p.way == "told"]))
     assert reading.alpha.startswith(f"{reading.law.alpha:+.4f} [") and colour.alpha == "–"
     assert panels([reading, colour])["colour"] == {"alone": list(colour.means.items())}
+
+
+# ---- by questions -----------------------------------------------------------------------------------------------
+
+
+def drawn(rng: np.random.Generator, alpha: float, blind: float, questions: int) -> Asked:
+    """Questions that are each as hard as they are with any number of tokens, so that scores go together."""
+    hard = rng.random(questions)
+    tokens = (8, 16, 32, 64, 128)
+    return Asked({n: (hard < blind + (1 - blind) * 0.2 * (n / 8) ** -alpha).tolist() for n in tokens}, blind)
+
+
+def test_other_questions_would_differ_as_the_interval_says():
+    rng, found = np.random.default_rng(0), []
+    for _ in range(300):
+        one = steeper_by_questions(drawn(rng, -0.5, 0.0, 300), drawn(rng, -0.3, 0.4, 300))
+        assert one is not None and one.over.startswith("questions")
+        found.append((one.value, (one.high - one.low) / (2 * 1.959964)))
+    values, widths = np.array(found).T
+    assert values.mean() == pytest.approx(-0.2, abs=0.02)
+    assert np.median(widths) == pytest.approx(values.std(), rel=0.15)
+
+
+def test_by_questions_the_exponents_are_those_of_the_law():
+    rng = np.random.default_rng(1)
+    ours, theirs = drawn(rng, -0.5, 0.0, 500), drawn(rng, -0.3, 0.0, 500)
+    laws = [fit(list(one.hits), [sum(hits) / 500 for hits in one.hits.values()]) for one in (ours, theirs)]
+    found = steeper_by_questions(ours, theirs)
+    assert found.value == pytest.approx(laws[0].alpha - laws[1].alpha) and found.of == 1000
+
+
+def test_what_is_not_told_from_a_guess_says_nothing():
+    asked = Asked({4: [True] * 55 + [False] * 45, **{n: [True] * 80 + [False] * 20 for n in (8, 16, 32)}}, 0.5)
+    assert not asked.told(4) and asked.told(8)
+    assert steeper_by_questions(asked, asked).over == "questions, 8, 16, 32 tokens"
+    assert steeper_by_questions(asked, Asked({n: asked.hits[n] for n in (4, 8, 16)}, 0.5)) is None

@@ -111,7 +111,7 @@ def test_right_is_what_would_be_written(exam, base, words):
 def test_rows_are_read_as_in_training(exam, fused):
     sheet = exam.sheets["colour"]
     rows, x = Rows(fused, exam.lead, 40), shown(fused, sheet.pixels)
-    want = rows.hidden(rows.frame(torch.device("cpu")), x, sheet.ids, sheet.asked)
+    want = rows.hidden(rows.frame(torch.device("cpu")), x, sheet.ids, sheet.asked[:, None])
     found = read(fused, exam.lead, look_of(fused)(x, sheet.asked), sheet.ids)
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
@@ -179,6 +179,19 @@ def test_looks_are_what_attention_weighs(base, pixels):
     q, k, _ = op._project(x, None, lambda name, layer, x: layer(x))
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k).mul(q.shape[-1] ** -0.5).softmax(-1)
     torch.testing.assert_close(found.scores, weights.mean((1, 2)))
+
+
+def test_what_is_kept_says_where_it_stood(base, pixels):
+    features = base.features(pixels)
+    looks = received(base.tower.blocks[-1], base.tower.tokens(pixels, layer=-2))
+    for name, reduce in REDUCTIONS.items():
+        kept = reduce(features, looks, Grid(h=4, w=4), 4)
+        torch.testing.assert_close(kept.places.sum(-1), torch.ones(3, 4))
+        if name != "VisionZip":  # whose last tokens have the rest added
+            torch.testing.assert_close(kept.places @ features, kept.tokens)
+    lot = REDUCTIONS["random"](features, looks, Grid(h=4, w=4), 8).places
+    assert lot.sum((1, 2)).tolist() == [8] * 3 and not torch.equal(lot[0], lot[1])
+    assert torch.equal(lot, REDUCTIONS["random"](features, looks, Grid(h=4, w=4), 8).places)
 
 
 def test_what_cannot_be_reduced(base, fused):

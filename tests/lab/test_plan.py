@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
+from vitrail.hub.configs import read_config
 from vitrail.lab.ledger import ledger
 from vitrail.lab.plan import Budget, Price, ladder, plan, pricer
 from vitrail.lab.scaling import fit
@@ -50,6 +51,17 @@ def test_a_systems_price_at_its_own_tokens_is_the_ledgers(name):
     assert one.flops == told.forward
     assert one.memory == told.weights + told.cache[told.tokens]
     assert one.first >= told.floors[0].forward.floor * (1 - 1e-9)  # parts one after another
+
+
+def test_the_price_of_a_model_that_reads_and_draws_is_the_ledgers():
+    mini = read_config("mini")
+    told, price = ledger(mini, context=20, lengths=()), pricer(mini, words=20, answer=1)
+    one = price(144)
+    assert (one.flops, one.memory) == (told.forward, told.weights + told.cache[165])
+    assert one.first >= told.floors[0].forward.floor * (1 - 1e-9)
+    fewer = price(16)
+    assert one.memory - fewer.memory == 128 * told.cache[165] // 165  # the codec looks at all of it all the same
+    assert told.parts["tower"].forward < fewer.flops < one.flops
 
 
 def test_fused_queries_are_as_many_as_the_tokens():

@@ -80,6 +80,12 @@ def test_shares_hidden_are_those_asked_for():
     assert share.min() > 0.4 and share.max() > 0.98 and share.mean().item() == pytest.approx(0.75, abs=0.03)
     assert share.std().item() == pytest.approx(0.5 / math.sqrt(12), abs=0.03)  # uniform over videos, not a constant
     assert hide_codes((2, 3, 4, 4), (1.0, 1.0))[:, 1:].all()
+    half = hide_codes((400, 5, 8, 8), (1.0, 1.0), whole=0.5)
+    frames = half.flatten(2)
+    assert torch.equal(frames.any(2), frames.all(2)) and not frames[:, 0].any()  # a frame is hidden, or it is not
+    assert 0.45 < frames[:, 1:].float().mean() < 0.55
+    with pytest.raises(ConfigError, match="not hidden at all"):
+        hide_codes((1, 2, 1, 1), (0.5, 1.0), whole=1.0)
     with pytest.raises(ConfigError, match="rates"):
         hide_codes((1, 2, 1, 1), (0.8, 0.2))
 

@@ -15,6 +15,7 @@ from vitrail.backbones.presets import DECODERS
 from vitrail.codecs.presets import CODECS
 from vitrail.codecs.tower import CodesTower, CodesTowerConfig
 from vitrail.connectors import ConvMergerConfig, ProjectorConfig, QFormerConfig, ResamplerConfig, make_connector
+from vitrail.connectors.reduce import VisionZipConfig
 from vitrail.encoders import ViT, ViTConfig
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
@@ -29,6 +30,9 @@ from vitrail.stream import build, words
 TOKENS = {  # of a picture of 640 × 480
     "llava-1.0": 16**2,
     "llava-1.5-7b": 24**2,
+    "llava-1.5-vispruner-64": 64,
+    "llava-1.5-visionzip-64": 64,
+    "voco-llama-7b": 24**2 + 1,
     "llava-1.5-13b": 24**2,
     "llava-1.5-qlip": 28**2,
     "llava-1.5-qlip-last": 28**2,
@@ -61,8 +65,7 @@ def test_tokens(name):
     config = vlm_named(name)
     cut = config.policy.cut(480, 640)
     assert config.tokens(cut) == TOKENS[name]
-    (part,) = config.parts(cut)
-    stream = build([words([1]), part, words([2])], config.rules)
+    stream = build([words([1]), *config.parts(cut), words([2])], config.rules)
     assert len(stream) == TOKENS[name] + 2
     assert type(config).read(config.plain()) == config
 
@@ -82,6 +85,15 @@ def test_token_scaling():
     config = VLMS["token-scaling"]
     cut = config.policy.cut(480, 640)
     assert config.given(cut) == 1450 and [config.tokens(cut, k) for k in (1, 2, 5)] == [256, 264, 288]
+
+
+def test_tokens_of_visionzip():
+    """Of LLaVA-1.5's 576 what is said, of LLaVA-NeXT's five views, 2,880 before newlines, five times as many."""
+    five = VLMS["llava-next-7b"].policy.cut(672, 672)
+    for keep, wanted in {128: 640, 64: 320, 32: 160}.items():
+        reduce = VisionZipConfig(keep=keep)
+        assert VLMS["llava-next-7b"].with_(reduce=reduce).tokens(five) == wanted
+        assert VLMS["llava-1.5-7b"].with_(reduce=reduce).least == keep
 
 
 def test_tokens_of_llava_next():
@@ -107,8 +119,8 @@ def test_sizes(name):
         stack = [make_connector(config.stack) for _ in config.tower.taps] if config.stack else []
         queries = [make_connector(config.queries)] if config.queries else []
         parts = tower, make_connector(config.connector), *stack, *queries, Decoder(config.decoder)
-    newline = config.decoder.block.width if config.newline else 0
-    assert size(model) == size(*parts) + newline
+    vectors = config.newline + config.voco
+    assert size(model) == size(*parts) + vectors * config.decoder.block.width
 
 
 FAMILY = {

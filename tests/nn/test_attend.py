@@ -308,3 +308,29 @@ def test_a_full_cache_says_so():
     cache.extend(3)
     with pytest.raises(ConfigError, match="holds 4 tokens and 5"):
         cache.extend(2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=70), min_size=1, max_size=3), st.booleans())
+def test_a_cache_forgets_what_is_not_kept(rows, fixed):
+    """Rows of unequal length: what is kept moves up, in order, and the next tokens see it and nothing else."""
+    longest, B = max(map(len, rows)), len(rows)
+    cache = KVCache(2, B, 1, 3, capacity=longest + 2 if fixed else None)
+    counts = torch.tensor([len(row) for row in rows])
+    cache.extend(longest, counts)
+    k = torch.randn(2, B, longest, 1, 3)
+    for layer in range(2):
+        cache.layer(layer).append(k[layer], -k[layer])
+    kept = torch.zeros(B, longest, dtype=torch.bool)
+    for row, flags in zip(kept, rows, strict=True):
+        row[: len(flags)] = torch.tensor(flags)
+    kept[:, 0] = True
+    cache.keep(kept | (torch.arange(longest) >= counts[:, None]))  # padding is no token, whatever is said of it
+    assert cache.lengths.tolist() == kept.sum(1).tolist() and cache.filled == int(kept.sum(1).max())
+    plan = cache.extend(1)
+    new = torch.randn(B, 1, 1, 3)
+    found = cache.layer(1).append(new, new)
+    seen = plan.mask(1, found[0].shape[1], torch.device("cpu")).expand(B, -1, -1, -1)
+    for b in range(B):
+        wanted = torch.cat([k[1, b][kept[b]], new[b]])
+        assert torch.equal(found[0][b][seen[b, 0, 0]], wanted) and torch.equal(found[1][b, 0], -k[1, b, 0])

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import vitrail
 import worlds
 from play.arcades import playground
 from vitrail import hub
+from vitrail.cli.studio import ship
 from vitrail.data.episodes import RecordConfig, record
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.generate.rollout import Rolling, Rollout
@@ -163,6 +165,24 @@ def test_episodes_give_starts_that_were_not_trained_on(recorded):
     episodes = Episodes(recorded)
     assert made.controls.world == "pocket" and set(made.controls.codes) == {"left", "right", "up", "down"}
     assert torch.equal(made.starts, torch.from_numpy(np.stack([episodes[n].frames[0] for n in (9, 19)])))
+
+
+def test_shipped_it_is_small_and_starts_where_episodes_do(recorded, tmp_path, monkeypatch, capsys):
+    playground(starts=0).save(tmp_path / "trained")
+    monkeypatch.setattr("vitrail.hub.configs.SHIPPED", tmp_path / "weights")
+    ship(str(tmp_path / "trained"), out=tmp_path / "weights" / "mini-world", episodes=recorded)
+    size, logits, ids = capsys.readouterr().out.splitlines()
+    ours = vitrail.load("mini-world", device="cpu")
+    assert ours.controls.world == "pocket" and len(ours.starts) == 2
+    stored = load_file(tmp_path / "weights" / "mini-world" / "model.safetensors")
+    assert any(tensor.dtype == torch.int8 for tensor in stored.values()) and "MB, from" in size
+    assert "differ by at most" in logits and "another id" in ids
+    with pytest.raises(ConfigError, match="holds a model already"):
+        ship(str(tmp_path / "trained"), out=tmp_path / "weights" / "mini-world", episodes=recorded)
+    with pytest.raises(ConfigError, match="go with a world model"):
+        ship(str(tmp_path / "trained"), out=tmp_path / "other")
+    with pytest.raises(ConfigError, match="stands on no other"):
+        ship(str(tmp_path / "trained"), out=tmp_path / "other", episodes=recorded, base="stories15M")
 
 
 @pytest.mark.parametrize(("steps", "count"), [(12, 3), (4, 10)])

@@ -18,7 +18,8 @@ from helpers import randomize
 from vitrail import recipe
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import DeepStackConfig, ExpertConfig
-from vitrail.connectors import MergerConfig, ProjectorConfig
+from vitrail.connectors import FusedConfig, MergerConfig, ProjectorConfig
+from vitrail.connectors.reduce import VisPrunerConfig
 from vitrail.data.conversations import ConversationsConfig, ConversationSource
 from vitrail.data.formats import Part, Sample, Turn
 from vitrail.encoders.packed import PackedViTConfig
@@ -74,8 +75,15 @@ KINDS_OF = {
         rules=Rules(positions="qwen3-vl", fill=FILL),
     ),
 }
+FUSED = FusedConfig(reads=16, gives=32, vocab=VOCAB, first=5, later=2, layers=1, width=16, heads=2, hidden=24)
+ASKED = {
+    "fused": KINDS_OF["one view"].with_(connector=PROJECTOR.with_(gives=16), queries=FUSED),
+    "voco": KINDS_OF["anyres"].with_(voco=3),
+    "one voco": KINDS_OF["one view"].with_(voco=3),
+    "reduced": KINDS_OF["anyres"].with_(reduce=VisPrunerConfig(keep=6)),
+}
 # Beside these: pictures that are read both ways, through weights of their own.
-EVERY = KINDS_OF | {
+EVERY = (KINDS_OF | ASKED) | {
     "expert": KINDS_OF["tiles"].with_(
         decoder=DECODER.with_(fusion=ExpertConfig()), rules=Rules(fill=FILL, both=("image",))
     )
@@ -141,6 +149,8 @@ def test_packed_as_alone(kind, source, words):
         assert any(name.startswith("stack") for name in learnt)
     if kind == "anyres":
         assert "newline" in learnt
+    if kind in ("fused", "voco"):
+        assert any(name.startswith(("queries", "voco")) for name in learnt)
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -154,6 +164,11 @@ def test_the_loss_is_cross_entropy(kind, source, words):
         stream = task.said(sample).stream
         images = [sample.image(i) for i in range(len(sample.pictures))]
         shown = task.model.prepare(images) if images else None
+        if shown is not None and kind == "fused":
+            asked = [
+                words.encode("".join(p.text for p in turn.parts if p.kind == "text")) for turn in sample.turns[::2]
+            ]
+            shown = shown._replace(questions=tuple([torch.tensor(ids) for ids in asked] for _ in images))
         logits = task.model(vitrail.stream.pack([stream], len(stream)), shown)[0]
         total += torch.nn.functional.cross_entropy(
             logits[:-1][stream.loss[1:]], stream.ids[1:][stream.loss[1:]], reduction="sum"
@@ -253,6 +268,24 @@ def test_what_is_longer_than_a_row_is_refused_or_cut(source, words):
         ChatTask(whole.model, {"two": _Only(source, 1)}, words, ChatSettings(length=30, long="cut"))  # pyrefly: ignore
 
 
+def test_questions_that_do_not_fit_are_cut_with_their_queries(source, words):
+    whole = task_of("fused", source, words)
+    length = len(whole.said(source[0]).stream)
+    behind = len(words.encode("And behind it?")) + 1 + len(words.encode("Nothing at all.")) + 1
+    for less, questions in ((1, 2), (behind, 2), (behind + 1, 1)):
+        task = task_of("fused", source, words, length=length - less, long="cut")
+        said = task.said(source[0])
+        assert said.cut and [len(own) for own in said.questions] == [questions] and len(said.sizes) == 1
+        assert int((said.stream.kinds == KINDS["image"].id).sum()) == 5 + 2 * (questions - 1)
+        assert task(task.collate([source[0]]))["answers"] > 0
+    task = task_of("one voco", source, words, long="cut")
+    for length in range(19, 60):  # no picture without what stands for it
+        task.settings = ChatSettings(length=length, long="cut")
+        cut = task.said(source[1])
+        kinds = [int((cut.stream.kinds == KINDS[kind].id).sum()) for kind in ("image", "query")]
+        assert kinds == [16 * len(cut.sizes), 3 * len(cut.sizes)] and len(cut.stream) <= length
+
+
 class _Only:
     extremes = ()
 
@@ -285,7 +318,7 @@ def test_what_does_not_fit_is_refused(source, words):
 # ---- what it costs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind != "fused"])
 def test_flops_are_those_of_the_conversations(kind, source, words):
     task = task_of(kind, source, words)
     assert isinstance(task, MeteredTask)
@@ -304,6 +337,20 @@ def test_flops_are_those_of_the_conversations(kind, source, words):
     assert task.flops(one) < task.step_flops(one) < 3 * task.flops(one)
 
 
+def test_flops_of_fused_queries_are_those_of_their_questions(source, words):
+    """All pictures are read side by side, each with the longest first and second question."""
+    task = task_of("fused", source, words)
+    batch = task.collate([source[0], source[3]])
+    asked = [
+        [len(ids) for ids in own] for said in (task.said(source[0]), task.said(source[3])) for own in said.questions
+    ]
+    assert [len(own) for own in asked] == [2, 1] and batch["questions"].tolist() == [2, 1]
+    legs = task.model.legs(task._work(batch))
+    assert legs["queries"].work == task.model.queries.work(16, 2, (max(asked[0][0], asked[1][0]), asked[0][1]))
+    lengths = [len(task.said(source[item]).stream) for item in (0, 3)]
+    assert legs["decoder"].work.tokens == sum(lengths)
+
+
 # ---- recipes ----------------------------------------------------------------------------------------------------
 
 
@@ -320,14 +367,14 @@ def plain(kind: str, file: Path, **stage) -> dict:
     return {
         "name": "tiny",
         "says": "conversations",
-        "model": {"kind": "vlm", "config": KINDS_OF[kind].plain()},
+        "model": {"kind": "vlm", "config": EVERY[kind].plain()},
         "tokenizer": {"train": VOCAB, "specials": [IMAGE]},
         "sources": {"talks": {"kind": "conversations", "data": str(file)}},
         "stages": [stage],
     }
 
 
-@pytest.mark.parametrize("kind", KINDS_OF)
+@pytest.mark.parametrize("kind", [*KINDS_OF, "fused", "voco"])
 def test_every_kind_trains(kind, file, source, tmp_path):
     """Two steps from a recipe, and the result can be asked: its prompt is what was learnt to be answered."""
     more = {"workers": 1} if kind == "native" else {"judge": ["talks"], "judge_every": 2}

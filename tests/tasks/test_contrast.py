@@ -145,13 +145,13 @@ def test_cut_embeddings_have_a_loss_of_their_own():
 
 
 def test_scenes_of_one_caption_belong_together_and_a_false_one_may_be_true_of_another():
-    from vitrail.tasks.contrast import _mark
+    from vitrail.tasks.captioned import mark
 
     ids = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 0], [7, 6, 5, 0], [6, 5, 7, 0], [5, 6, 7, 1]])
-    marks = _mark(ids).tolist()
+    marks = mark(ids).tolist()
     assert marks[0] == marks[1] and len(set(marks)) == 4 and min(marks) >= 1 << 62
     many = torch.randint(0, 50, (20000, 6)).unique(dim=0)
-    assert len(_mark(many).unique()) == len(many)
+    assert len(mark(many).unique()) == len(many)
 
 
 def test_texts_learn_to_find_texts():

@@ -226,7 +226,7 @@ def test_suites_read_it():
 @pytest.fixture
 def known(monkeypatch):
     """An LPIPS of no training, and pictures of no package."""
-    monkeypatch.setattr(recipe, "load_lpips", networks)
+    monkeypatch.setattr("vitrail.tasks_known.load_lpips", networks)
     kept = named()
     monkeypatch.setattr(
         "vitrail.data.named.collection",

@@ -22,7 +22,7 @@ from vitrail.data.words import ask, ask_several
 from vitrail.errors import ConfigError
 from vitrail.models.unified import Unified
 from vitrail.processing.text import Tokenizer
-from vitrail.tasks.told import IGNORED, TEXT
+from vitrail.tasks.told import IGNORED, TEXT, TRIED
 from vitrail.tasks.unified import UnifiedSettings, UnifiedTask
 from vitrail.train import trainer
 from vitrail.train.ahead import Ahead
@@ -337,3 +337,50 @@ def test_making_samples_early_changes_nothing(tmp_path, scenes, words, monkeypat
         trainer.Trainer(stage, task_, sources, folder, quiet=True).train()
         curves.append([json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()])
     assert curves[0] == curves[1] and curves[0][0] != curves[0][1]
+
+
+def test_scenes_are_varied_in_training_and_judged_as_they_are(scenes, words):
+    how = ViewsConfig(colour=0.05, gamma=(-0.05, 0.05), focus=(-0.5, 0.5), noise=0.05)
+    varied = SceneSource(scenes.config.with_(views=how), scenes.atlas, "scenes")
+    made, index = task(varied, words, questions=2, length=120), torch.arange(4)
+    plain = task(scenes, words, questions=2, length=120)
+    made.model.train()
+    seen = made._talk("scenes", index)
+    still = plain._talk("scenes", index)
+    assert torch.equal(seen["ids"], still["ids"]) and not torch.equal(seen["pixels"], still["pixels"])
+    assert (seen["pixels"] - still["pixels"]).abs().mean() < 0.2
+    made.model.eval()
+    assert torch.equal(made._talk("scenes", index)["pixels"], still["pixels"])
+
+
+def test_many_wordings_ask_the_same_otherwise(scenes, words):
+    """The prompts that are drawn from as well; and each answer is learnt as before."""
+    usual, many = (task(scenes, words, kinds=("existence_random",), questions=1, wordings=w) for w in ("usual", "many"))
+    index, heard = torch.arange(100), []
+    for one in (usual, many):
+        told = one.talks["scenes"]
+        rows = told.talk(index).rows
+        texts = told.pieces.read(torch.where(rows == len(told.pieces), 0, rows))
+        heard.append(sum(text.startswith(("Can you confirm", "Is there any sign", "Do you notice")) for text in texts))
+    assert heard[0] == 0 < heard[1]
+    answers = [
+        [i for i in one._talk("scenes", index)["targets"].flatten().tolist() if i != IGNORED] for one in (usual, many)
+    ]
+    assert answers[0] == answers[1]
+    with pytest.raises(ConfigError, match="wordings"):
+        UnifiedSettings(wordings="some")  # type: ignore[arg-type]
+
+
+def test_what_is_cut_is_said(scenes, words, capsys):
+    task(scenes, words, questions=2, length=400)
+    assert not capsys.readouterr().err
+    task(scenes, words, questions=2, length=24)
+    told = talks(scenes, 2)
+    assert isinstance(told, SceneTalks)
+    said = ask_several(told.words, scenes.scenes(torch.arange(TRIED)), scenes.config.seed, QUESTIONS, 2)
+    turns = zip(told.pieces.read(said.question), told.pieces.read(said.answer), said.valid.tolist(), strict=True)
+    sizes = [valid * (len(words.encode(q)) + len(words.encode(a)) + 2) for q, a, valid in turns]
+    whole = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+    cut = sum(size > 25 for size in whole)
+    want = f"scenes: of {TRIED} talks {cut} are longer than 24 tokens, and cut; the longest has {max(whole)}"
+    assert want in capsys.readouterr().err

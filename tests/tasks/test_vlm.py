@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ KINDS = ("existence_random", "colour", "counting", "what")
 SMALL = {
     "width": {256: 16, 288: 32},
     "reads": {256: 16, 512: 32, 288: 32},
-    "gives": {288: 32},
+    "gives": {288: 32, 256: 16},
     "hidden": {1024: 24, 768: 24},
     "heads": {4: 2, 6: 2},
     "kv_heads": {6: 2},
@@ -101,7 +102,7 @@ def arm(sweep: str, variant: str) -> recipe.Recipe:
 
 def variants() -> dict[str, Callable[[], recipe.Recipe]]:
     """The recipes, the sweeps' variants, and what the docs have besides."""
-    names = ("mini-vlm", "mini-vlm-prismatic", "mini-vlm-gated", "mini-vlm-short")
+    names = ("mini-vlm", "mini-vlm-prismatic", "mini-vlm-gated", "mini-vlm-short", "mini-vlm-qformer")
     found = {name: partial(recipe.read, f"untested/{name}") for name in names}
     found |= {name: partial(arm, *where) for name, where in ARMS.items()}
     section = DOCS.read_text().split("### Variants")[1].split("```sh")[1].split("```")[0]
@@ -129,7 +130,8 @@ def small(name: str) -> recipe.Recipe:
         questions = min(2, stage["settings"]["questions"])
         stage |= {"mixture": {"weights": {"scenes": 1}}, "steps": 2, "batch": 4, "schedule": {"kind": "constant"}}
         stage |= {"judge": [], "judge_every": 0, "dtype": "float32", "compile": False, "workers": 0}
-        stage["settings"] = {"questions": questions, "kinds": KINDS, "length": 48}
+        turns = {"turns": "together"} if name == "vlm-talks" else {}  # whose queries know what was asked before
+        stage["settings"] = {"questions": questions, "kinds": KINDS, "length": 48} | turns
     return recipe.Recipe.read(plain)
 
 
@@ -192,7 +194,7 @@ def test_every_variant_learns(name, atlas, words):
 @pytest.mark.parametrize("bos", [None, "<s>"])
 def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
     """Against the model's own forward pass over streams that are built sample by sample, of texts and PIL pictures."""
-    words, questions = both[bos], 1 if name == "vlm-fused" else 2
+    words, questions = both[bos], 2
     task = task_of(name, atlas, words, questions=questions, length=80, turns="together")
     model, index = task.model.eval(), torch.arange(3)
     _randomize(model)
@@ -200,19 +202,21 @@ def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
     said = ask_several(told.words, source.scenes(index), source.config.seed, KINDS, questions)
     asked, answered = told.pieces.read(said.question), told.pieces.read(said.answer)
     images = [Image.fromarray(one.permute(1, 2, 0).numpy()) for one in source.draw(index).pixels]
-    shown, streams, first = model.prepare(images), [], []
+    shown, streams, told_of = model.prepare(images), [], []
     for b in range(3):
         turns = [t for t in range(b * questions, (b + 1) * questions) if said.valid[t]]
         parts = [] if bos is None else [text_part([words.bos])]
         looking = isinstance(model, LookingVLM)
-        parts += [text_part([model.config.mark])] if looking else model.config.parts(shown.shapes[b])
-        for t in turns:
+        before = [text_part([model.config.mark])] if looking else model.config.parts(shown.shapes[b], len(turns))
+        for n, t in enumerate(turns):
+            parts += before[n : n + 1]  # the picture or its mark before the first; queries before every question
             parts.append(text_part([*words.encode(asked[t]), words.eos]))
             parts.append(text_part([*words.encode(answered[t]), words.eos], loss=True))
-        first.append([torch.tensor(words.encode(asked[turns[0]]))])
+        told_of.append([torch.tensor(words.encode(asked[t])) for t in turns])
         streams.append(build(parts, None if looking else model.config.rules))
     if name == "vlm-fused":
-        shown = shown._replace(questions=tuple(first))
+        shown = shown._replace(questions=tuple(told_of))
+        assert max(map(len, told_of)) == 2  # of one scene at least two things are asked
     packed = pack(streams, max(map(len, streams)))
     with torch.no_grad():
         logits = model(packed, shown)
@@ -224,7 +228,8 @@ def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
     task._made({"scenes": index})
     assert task.useful() == sum(map(len, streams))
     for b, stream in enumerate(streams):  # a talk begins where the picture ends
-        assert stream.ids[task.rows.before :].tolist() == made.ids[b, : len(stream) - task.rows.before].tolist()
+        talk = stream.ids[task.rows.before :][stream.kinds[task.rows.before :] == 0]
+        assert talk.tolist() == made.ids[b, : len(talk)].tolist()
         positions = stream.positions[:, 0]
         assert torch.equal(task.rows.frame(positions.device).positions[0, : len(stream)], positions)
 
@@ -299,20 +304,34 @@ def test_its_answers_are_counted_by_kind(name, atlas, words, tmp_path, monkeypat
     hub.save(task.model, tmp_path / "model", task.spoken)
     how = ["--kinds", "counting", "--kinds", "colour", "--count", "4", "--vendors", "right", "--unseen"]
     how += ["--preset", "colours", "--device", "cpu", "--out", str(tmp_path / "found.json")]
+    how += [] if name == "mini-vlm-gated" else ["--reduce", "pool", "--keep", "1"]  # which looks at no tokens
     evals([str(tmp_path / "model"), "questions", *how], result_action="return_value")
     found = json.loads((tmp_path / "found.json").read_text())
     assert [(score["name"], score["of"]) for score in found["scores"][:2]] == [("counting", 4), ("colour", 4)]
     assert found["unseen"] and found["vendors"] == ["right"] and "blind" in capsys.readouterr().out
+    assert found.get("reduce") == (None if name == "mini-vlm-gated" else "pool")
 
 
-def test_fused_queries_are_asked_one_question(atlas, words, tmp_path):
-    task = task_of("vlm-fused", atlas, words)
+def test_fused_queries_are_asked_on_and_on(atlas, words, tmp_path):
+    """One question each, side by side, several in turn, and about several pictures."""
+    task = task_of("vlm-fused", atlas, words, questions=2, turns="together")
     hub.save(task.model.eval(), tmp_path, task.spoken)
     talker, picture = Talker.load(tmp_path, device="cpu"), Image.new("RGB", (16, 16), "red")
     said = [talker.ask(picture, question, max_new=4) for question in ("what is this?", "how many dogs are there?")]
     assert talker.answers([picture, picture], ["what is this?", "how many dogs are there?"], max_new=4) == said
-    with pytest.raises(ConfigError, match="one question about one picture"):
-        talker.ask([picture, picture], "what are these?", max_new=4)
+    first = talker.turn(picture, "what is this?")
+    talk = [first, {"role": "assistant", "content": said[0]}, talker.turn([], "how many dogs are there?")]
+    talker.chat(talk, max_new=4)
+    stream, shown, _ = talker.prompt(talk)
+    n, m = task.model.config.queries.groups(2)
+    runs = [len(list(run)) for kind, run in groupby(stream.kinds.tolist()) if kind == 1]
+    assert runs == [n, m] and [len(own) for own in shown.questions] == [2]
+    # The row of training that says the same has the same ids at the same places.
+    wanted = [*words.encode("what is this?"), words.eos, *words.encode(said[0]), words.eos]
+    behind = [*words.encode("how many dogs are there?"), words.eos]
+    assert stream.ids[stream.kinds == 0].tolist() == wanted + behind
+    assert stream.ids[-len(behind) :].tolist() == behind and stream.kinds[-len(behind) - 1] == 1
+    talker.ask([picture, picture], "what are these?", max_new=4)
 
 
 @pytest.mark.parametrize("name", ["vlm-wide", "vlm-letterbox", "vlm-crop"])
@@ -532,7 +551,8 @@ def test_a_sweep_starts_from_packages_and_refuses_what_is_not_there(tmp_path, mo
 
 # ---- how it runs ------------------------------------------------------------------------------------------------
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vlm-towers", "vlm-qformer", "vlm-letterbox")]
+COMPILED = ("vlm-towers", "vlm-qformer", "vlm-letterbox", "vlm-pruned", "vlm-voco", "vlm-talks")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in COMPILED]
 
 
 @pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-codes", *SLOW])
@@ -630,7 +650,7 @@ def test_rows_fit_the_context(atlas, words):
 def test_what_cannot_be_is_refused(atlas, words):
     with pytest.raises(ConfigError, match="tokenizer"):
         VLMTask(recipe._model(small("mini-vlm"), None), {}, None, VLMSettings())
-    with pytest.raises(ConfigError, match=r"settings\.questions = 1"):
+    with pytest.raises(ConfigError, match=r'settings\.turns = "together"'):
         task_of("vlm-fused", atlas, words, questions=2)
     with pytest.raises(ConfigError, match="not one has an answer"):
         task_of("mini-vlm", atlas, words, questions=1, kinds=("reading",))

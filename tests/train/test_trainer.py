@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.codecs.quantizers import VQ
 from vitrail.data.order import Mixture
 from vitrail.errors import CheckpointError, ConfigError, TrainError
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
@@ -25,7 +26,7 @@ from vitrail.train.lora import LoRAConfig, add_lora
 from vitrail.train.optim import OptimConfig, Optimizer
 from vitrail.train.schedule import Cosine
 from vitrail.train.stage import StageConfig
-from vitrail.train.trainer import Trainer, _seed
+from vitrail.train.trainer import Trainer, _seed, unbegun
 
 CONFIG = DecoderConfig(
     vocab=30,
@@ -437,3 +438,58 @@ def test_a_worker_that_is_busy_does_not_outlive_the_run(tmp_path, monkeypatch):
     with pytest.raises(Halt):
         run.train()
     assert started and not any(process.is_alive() for process in started)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_first_pass_is_not_compiled_where_a_part_begins_in_it(tmp_path, monkeypatch, begun):
+    compiled, passes = [], []
+
+    def compile_(whole, mode=None):
+        return lambda batch: (compiled.append(len(passes)), whole(batch))[1]
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    made = model()
+    made.begun = begun
+    run = trainer(tmp_path, stage(steps=3, compile=True), made)
+
+    def ran(*_) -> None:
+        passes.append(1)
+        made.begun = True
+
+    run.whole.register_forward_hook(ran)
+    run.train()
+    assert len(passes) == 3 and compiled == ([0, 1, 2] if begun else [1, 2])
+
+
+def test_what_learns_nothing_has_nothing_to_begin():
+    """A frozen codec runs in eval mode, and its codebook is as it came."""
+    book = VQ(codes=4, dim=2)
+    assert unbegun(book) and not unbegun(book.eval())
+    book.train()(torch.randn(20, 2))
+    assert not unbegun(book)
+    again = VQ(codes=4, dim=2)
+    assert unbegun(again)
+    again.load_state_dict(book.state_dict())
+    assert not unbegun(again)
+    assert not unbegun(VQ(codes=4, dim=2, start=0))
+
+
+def test_a_run_may_be_judged_before_its_first_step(tmp_path, monkeypatch):
+    """Once, though it be killed before its first checkpoint, and by the weights that it starts from."""
+    how = stage(steps=6, judge=("b",), judge_every=3, judge_first=True)
+    first = trainer(tmp_path / "none", how).judge()
+    plain = Trainer._one_step
+
+    def one_step(self, *given):
+        if self.step == 2:
+            raise Halt
+        return plain(self, *given)
+
+    monkeypatch.setattr(Trainer, "_one_step", one_step)
+    with pytest.raises(Halt):
+        trainer(tmp_path / "run", how).train()
+    monkeypatch.setattr(Trainer, "_one_step", plain)
+    ended = weights(trainer(tmp_path / "run", how).train())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(7)) and rows[0] == {"step": 0, **first}
+    assert same(ended, weights(trainer(tmp_path / "other", how.with_(judge_first=False)).train()))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.cli.studio import bar, check, write
 from vitrail.errors import ConfigError
 
@@ -28,6 +29,7 @@ def ask(
     fps: float | None = None,
     show: Path | None = None,
     device: str | None = None,
+    fewer: Fewer = FEWER,
 ) -> None:
     """Ask a model questions about pictures and videos.
 
@@ -36,6 +38,8 @@ def ask(
     Example: vitrail ask a.jpg b.jpg "what has changed?" "and what has not?" --model llava-hf/llava-1.5-7b-hf --stream
 
     Example: vitrail ask clip.mp4 "what happens?" --model Qwen/Qwen3-VL-2B-Instruct --fps 1
+
+    Example: vitrail ask a.jpg "what is this?" --model llava-hf/llava-1.5-7b-hf --reduce vispruner --keep 64
 
     A vision-language model is asked in one conversation, a turn each question, with the pictures written before it; a
     unified model answers each question about its one picture by itself.
@@ -78,13 +82,15 @@ def ask(
     from vitrail.generate.sampling import Sampling
     from vitrail.studio import load, talks
 
+    reduce = fewer.chosen
     how: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=seed)}
     how |= {} if max_new is None else {"max_new": max_new}
     if talks(model):
         if show is not None:
             raise ConfigError("--show is drawn for a unified model", "leave it out")
         _check_videos(turns, frames, fps)
-        _converse(load(model, template=template, device=device), turns, stream, {"frames": frames, "fps": fps}, how)
+        talker = load(model, template=template, device=device, reduce=reduce)
+        _converse(talker, turns, stream, {"frames": frames, "fps": fps}, how)
         return
     pictures = sum(len(shown) for shown, _ in turns)
     if pictures > 1:
@@ -93,7 +99,7 @@ def ask(
         raise ConfigError("a unified model reads no videos", "give a model that does, such as a Qwen3-VL")
     if stream:
         raise ConfigError("a unified model answers at once", "leave --stream out")
-    loaded = load(model, template=template, device=device)
+    loaded = load(model, template=template, device=device, reduce=reduce)
     if show is None:
         print("\n".join(loaded.ask(picture, [question for _, question in turns], **how)))
         return

@@ -62,9 +62,9 @@ def show(
     ----------
     what
         A source (`vitrail data list`), scenes by their preset (plain, relations, inside, counting, counting-more,
-        colours, small, crowded, transparent, occluded, sub-patch, words, drawing, mixed), shards (a .tar, a folder of
-        them, "train-{000..009}.tar"), a folder of episodes, or a file or folder in any format that is read: LLaVA,
-        COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
+        colours, small, crowded, transparent, occluded, sub-patch, words, drawing, to-five, few, mixed), shards (a .tar,
+        a folder of them, "train-{000..009}.tar"), a folder of episodes, or a file or folder in any format that is read:
+        LLaVA, COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
     out
         The picture to write. Of episodes it may be a clip (.gif, .mp4), in which they play side by side.
     count
@@ -127,7 +127,8 @@ def make(
     ----------
     what
         Scenes: plain, relations, inside, counting, counting-more, colours, small, crowded, transparent, occluded,
-        sub-patch, words, drawing or mixed. A world: pocket, coinrun, coinrun-hard, pusht, carracing, doom.
+        sub-patch, words, drawing, to-five, few or mixed. A world: pocket, pocket-curtain, coinrun, coinrun-hard, pusht,
+        carracing, doom.
     out
         Folder for the shards.
     count
@@ -149,8 +150,8 @@ def make(
     atlas
         Scenes: sprites: emoji, or a .safetensors file.
     policy
-        Worlds: who acts: random, or what a world knows better and takes unless told: onward (coinrun), pusher (pusht),
-        driver (carracing), explorer (doom).
+        Worlds: who acts: random, seeker (pocket), onward or strolling (coinrun), pusher (pusht), driver (carracing),
+        explorer (doom). Unless told, random in pocket, onward in coinrun, and elsewhere who is not random.
     steps
         Worlds: actions of an episode, at most.
     repeat

@@ -21,10 +21,12 @@ from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, read_text
 from vitrail.errors import ConfigError
 from vitrail.hub.configs import read_config
+from vitrail.lab.bottlenecks import side_of
 from vitrail.lab.branches import branches, hidden
 from vitrail.lab.divergence import bounds, gather
 from vitrail.lab.pictured import couples, pictured
 from vitrail.lab.plan import ladder
+from vitrail.models.unified import UnifiedConfig
 from vitrail.models.vlm_config import VLMConfig
 from vitrail.processing.images import load_image
 from vitrail.show.scaling import Fitted, draw_laws
@@ -39,6 +41,7 @@ def diverge(
     length: int = 128,
     pairs: int = 128,
     batch: int = 16,
+    text: Annotated[bool, Parameter(negative="")] = False,
     prompt: str = "",
     atlas: str = "emoji",
     beta: float = 1.0,
@@ -51,16 +54,16 @@ def diverge(
     """Measure how far a decoder's hidden states drift apart over two continuations of one prefix, and hold that against
     the theory: D grows as the root of Υ, by √n below the balance point n* and by n above it.
 
-    Pairs are places of real text where the same tokens go on in two ways or, of a vision-language model, two pictures
-    behind the same words.
+    Pairs are places of real text where the same tokens go on in two ways or, of a model that reads pictures, two
+    pictures behind the same words.
 
     Parameters
     ----------
     files
-        Text files; without any, the reference of the Python language that lies in every Python. Pictures for a
-        vision-language model, any two of which are a pair; without any, scenes.
+        Text files; without any, the reference of the Python language that lies in every Python. Pictures for a model
+        that reads them, any two of which are a pair; without any, scenes.
     model
-        stories15M or smollm2-135m (fetched when first used), a .gguf file, a model folder, or a hub id.
+        mini, stories15M or smollm2-135m (fetched when first used), a .gguf file, a model folder, or a hub id.
     prefix
         Tokens that two texts have in common.
     length
@@ -69,6 +72,8 @@ def diverge(
         How many, at most.
     batch
         Pairs at once.
+    text
+        Pairs of text for a model that reads pictures, too: its decoder alone.
     prompt
         Words before both pictures, which queries that are fused with a question are told.
     atlas
@@ -91,10 +96,11 @@ def diverge(
     if min(batch, length, pairs) < 1:
         raise ConfigError(f"--batch is {batch}, --length {length}, --pairs {pairs}", "give at least 1 of each")
     config = read_config(model)
-    if not isinstance(config, DecoderConfig | VLMConfig):
+    if not isinstance(config, DecoderConfig | VLMConfig | UnifiedConfig):
         raise ConfigError(f"{model} is no language model", "give a decoder: its hidden states are measured")
     device, wanted = usable(device), Wanted(length, pairs, batch, seed)
-    if isinstance(config, DecoderConfig):
+    texts = text or isinstance(config, DecoderConfig)
+    if texts:
         states, behind = _texts(model, device, files, prefix, wanted), f"after {prefix}"
     else:
         states, behind = _pictures(model, device, files, prompt, atlas, wanted), "of pictures"
@@ -122,7 +128,7 @@ def diverge(
             name: [None if not math.isfinite(x) else x for x in column.tolist()] for name, column in columns.items()
         }
         ends = {"pairs": found.pairs, "lambda": found.scale, "M": found.norm, "tightness": found.tightness}
-        about = {"prefix": prefix} if isinstance(config, DecoderConfig) else {"prompt": prompt}
+        about = {"prefix": prefix} if texts else {"prompt": prompt}
         write_plain(json, {"model": model, **about, "seed": seed, **ends, "columns": every}, device)
     if out is not None:
         points = [(n, float(found.distance[n - 1])) for n in steps]
@@ -145,24 +151,25 @@ class Wanted(NamedTuple):
 
 
 def _texts(model: str, device: str, files: tuple[str, ...], prefix: int, wanted: Wanted) -> States:
-    words, decoder = hub.tokenizer(model), hub.load(model, device=device)
+    words, loaded = hub.tokenizer(model), hub.load(model, device=device)
+    decoder = getattr(loaded, "decoder", loaded)
     ids = words.encode(read_text(TextConfig(files=files, package=None if files else "python-docs")))
     starts = branches(ids, prefix, wanted.length, wanted.pairs, wanted.seed)
     return hidden(decoder, ids, starts, prefix, wanted.length, bos=words.bos, batch=wanted.batch)
 
 
 def _pictures(model: str, device: str, files: tuple[str, ...], prompt: str, atlas: str, wanted: Wanted) -> States:
-    words, vlm = hub.tokenizer(model), hub.load(model, device=device).eval()
+    words, seeing = hub.tokenizer(model), hub.load(model, device=device).eval()
     lead = words.encode("", specials=True)[:1]
     asked = words.encode(prompt, literal=True)
     if files:
         pictures = [load_image(file) for file in files]
         pairs = couples(len(pictures), wanted.pairs, wanted.seed)
     else:
-        count, side = 2 * wanted.pairs, getattr(vlm.config.policy, "size", 224)
+        count, side = 2 * wanted.pairs, side_of(seeing)
         source = SceneSource(ScenesConfig(atlas=atlas, side=side, seed=wanted.seed), open_atlas(atlas))
         drawn = torch.cat([source.draw(part).pixels for part in torch.arange(count).split(64)])
         pictures = [Image.fromarray(one) for one in drawn.permute(0, 2, 3, 1).numpy()]
         pairs = np.arange(count).reshape(-1, 2)
     before = [*(lead if lead == [words.bos] else []), *asked]
-    return pictured(vlm, pictures, pairs, prefix=before, question=asked, length=wanted.length, batch=wanted.batch)
+    return pictured(seeing, pictures, pairs, prefix=before, question=asked, length=wanted.length, batch=wanted.batch)

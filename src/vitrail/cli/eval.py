@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from vitrail.cli.eval_benchmark import benchmark
-from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, open_embedder, open_scenes, open_viewer, show
+from vitrail.cli.eval_common import (
+    COMMON,
+    SCENES,
+    Common,
+    Scenes,
+    open_embedder,
+    open_retriever,
+    open_scenes,
+    open_viewer,
+    show,
+)
 from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
@@ -35,8 +45,9 @@ def evaluate(
     ----------
     model
         A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
-        (CLIP, SigLIP); for a probe any with a picture tower; for questions, naming, stress and benchmarks one that
-        answers: a unified or a vision-language model; for drawing a unified one; for world and imitation a world model.
+        (CLIP, SigLIP), and for retrieval BLIP-2 after its first stage; for a probe any with a picture tower; for
+        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing a
+        unified one; for world and imitation a world model.
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, pope, mme, hallusionbench,
@@ -124,6 +135,7 @@ def retrieval(
     width: Widths = (),
     trim: Annotated[bool, Parameter(negative="")] = False,
     gamma: float = 0.0,
+    rerank: int | None = None,
     common: Common = COMMON,
 ) -> None:
     """Find pictures by their captions and captions by their pictures, over the whole gallery.
@@ -133,7 +145,7 @@ def retrieval(
     Parameters
     ----------
     model
-        A contrastive model: a folder or a hub id.
+        A contrastive model, or BLIP-2 after its first stage: a folder or a hub id.
     data
         A file in COCO's captions format, a source of pictures (`vitrail data list`) or a folder, whose captions are
         the pictures' names.
@@ -156,13 +168,19 @@ def retrieval(
     gamma
         Raise colours, in 0…1, to e^gamma before the model sees them: above 0 middle tones get darker. Shows how much of
         an error is one of tone.
+    rerank
+        BLIP-2: also put the first so many in order by reading picture and text together.
     """
+    from vitrail.evals.queried import QueryEmbedder
     from vitrail.evals.suites import sets
     from vitrail.evals.suites.asking import Asking, ask
+    from vitrail.evals.suites.matched import matched
     from vitrail.evals.viewer import bend
     from vitrail.evals.viewer import trim as trim_pictures
 
-    embedder = open_embedder(model, common)
+    embedder = open_retriever(model, common)
+    if rerank is not None and not isinstance(embedder, QueryEmbedder):
+        raise ConfigError(f"{model} compares pictures and texts, and cannot read them together", "leave --rerank out")
     asking = Asking(texts, language, all_languages, without, by_category, width)
     album = sets.album(data, limit, 2 * embedder.side if trim else embedder.side)
     if trim:
@@ -172,7 +190,11 @@ def retrieval(
     found = ask(embedder, album, asking)
     print(found)
     settings = {"data": data, "limit": limit, "trim": trim, "gamma": gamma, **asking._asdict(), **found.counts}
-    show("retrieval", model, settings, found.scores, embedder, common)
+    scores = found.scores
+    if rerank is not None and isinstance(embedder, QueryEmbedder):
+        scores = scores + matched(embedder, album.pictures, album.gallery(language), rerank)
+        settings["rerank"] = rerank
+    show("retrieval", model, settings, scores, embedder, common)
 
 
 @app.command(help_epilogue="Example: vitrail eval out/clip/final probe --data cifar10")

@@ -69,8 +69,8 @@ def benchmark(
     circular
         Multiple choice: ask in every order that turning the options round gives; right is what is right in all.
     by
-        Of multiple choice, Winoground and ARO: what a vision-language model answers, or the likeliest option as an
-        answer to the question alone; of captions the likeliest given the picture, which is ARO's own rule.
+        Of multiple choice, Winoground and ARO: what the model answers, or the likeliest option as an answer to the
+        question alone; of captions the likeliest given the picture, which is ARO's own rule.
     mode
         Of POPE: pope, lmms-eval or vlmevalkit, which read and count differently.
     boxes
@@ -111,7 +111,7 @@ def benchmark(
     row.question(samples[0], prompt)
     row.score(samples, [""] * len(samples), **scored)
     if by == "likelihood":
-        _check_weighed(row, model, max_new)
+        _check_weighed(row, max_new)
     asker = load(model, template=template, device=device_of(common), reduce=fewer.chosen)
     # A unified model has to see something.
     how: dict[str, Any] = {
@@ -143,12 +143,8 @@ def benchmark(
         write_page(page, name, model, plain, scores, examples, common)
 
 
-def _check_weighed(row: "Benchmark", model: str, max_new: int | None) -> None:
-    from vitrail.studio import talks
-
+def _check_weighed(row: "Benchmark", max_new: int | None) -> None:
     if not row.weighed:
         raise ConfigError(f"{row.format} is no choice between options", "leave --by out")
     if max_new is not None:
         raise ConfigError("options are weighed and nothing is written", "leave --max-new out")
-    if not talks(model):
-        raise ConfigError(f"{model} is no vision-language model, which options are weighed by", "leave --by out")

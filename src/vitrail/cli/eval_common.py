@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from vitrail.data.scenes.source import SceneSource
     from vitrail.data.words import Words
     from vitrail.evals.contrastive import Embedder
+    from vitrail.evals.queried import QueryEmbedder
     from vitrail.evals.shares import Score
     from vitrail.evals.viewer import Viewer
+    from vitrail.processing.preprocessing import Preprocessing
+    from vitrail.processing.text import Tokenizer
     from vitrail.show.scored import Example
 
 
@@ -84,11 +87,8 @@ def open_viewer(name: str, common: Common) -> "Viewer":
 
 def open_embedder(name: str, common: Common) -> "Embedder":
     """A contrastive model with its tokenizer."""
-    from vitrail import hub
     from vitrail.evals.contrastive import Embedder
-    from vitrail.hub.configs import resolve
     from vitrail.models.clip import Contrastive
-    from vitrail.processing.preprocessing import Preprocessing
 
     model = _loaded(name, common)
     model = getattr(model, "contrastive", model)  # QLIP's
@@ -96,13 +96,33 @@ def open_embedder(name: str, common: Common) -> "Embedder":
         raise CheckpointError(
             f"{name} is a {type(model).__name__}, not a contrastive model", "give a CLIP or SigLIP, or train one"
         )
+    return Embedder(model, *_read_by(name, model.config.image), batch=common.batch)
+
+
+def open_retriever(name: str, common: Common) -> "Embedder | QueryEmbedder":
+    """A contrastive model, or a Q-Former that reads, with its tokenizer."""
+    from vitrail.evals.queried import QueryEmbedder
+    from vitrail.hub.configs import read_config
+    from vitrail.models.qformer import TextQFormerConfig
+
+    config = read_config(name)
+    if not isinstance(config, TextQFormerConfig):
+        return open_embedder(name, common)
+    return QueryEmbedder(_loaded(name, common), *_read_by(name, config.tower), batch=common.batch)
+
+
+def _read_by(name: str, tower: Any) -> "tuple[Preprocessing, Tokenizer]":
+    """How a model's pictures and texts are prepared."""
+    from vitrail import hub
+    from vitrail.hub.configs import resolve
+    from vitrail.processing.preprocessing import Preprocessing
+
     folder = resolve(name)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
             f"{name} has no tokenizer.json", "put the one that it was trained with beside its weights"
         )
-    preprocessing = Preprocessing.read(folder, model.config.image)
-    return Embedder(model, preprocessing, hub.tokenizer(name), batch=common.batch)
+    return Preprocessing.read(folder, tower), hub.tokenizer(name)
 
 
 def _loaded(name: str, common: Common) -> Any:
@@ -147,7 +167,8 @@ def show(
     more = {"pictures_prepared": viewer.preprocessing.plain(), "texts_cut": cut}
     said = ""
     if cut:
-        limit = viewer.model.config.text.context
+        config = viewer.model.config
+        limit = getattr(config, "text", config).context
         said = f"{cut:,} texts were longer than the tower's {limit} tokens, and were cut"
     tell(suite, model, settings | more, scores, common, said)
 

@@ -6,6 +6,7 @@ from cyclopts import Parameter
 
 from vitrail.cli.eval_common import COMMON, Common, tell
 from vitrail.cli.eval_reader import open_reader
+from vitrail.cli.fewer import FEWER, Fewer
 
 
 def naming(
@@ -20,6 +21,7 @@ def naming(
     trim: Annotated[bool, Parameter(negative="")] = False,
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
     limit: int | None = None,
+    fewer: Fewer = FEWER,
     common: Common = COMMON,
 ) -> None:
     """Ask what single pictures show. An answer is right if it is the picture's name, word for word.
@@ -50,9 +52,9 @@ def naming(
 
     source = NamedSource(NamedConfig(data=data, part=part, only=only, names=names, trim=trim))
     known = [about.name for about in NamedSource(NamedConfig(data=among, names=names)).abouts] if among else []
-    reader = open_reader(model, common, sorted({about.name for about in source.abouts}))
+    reader = open_reader(model, common, fewer, sorted({about.name for about in source.abouts}))
     scores = named(
         reader.answerer, source, reader.side, among=known, limit=limit, unseen=unseen, batch=min(common.batch, 64)
     )
     settings = {"data": data, "part": part, "only": only, "among": among, "names": names, "trim": trim}
-    tell("naming", model, {**settings, "unseen": unseen, "limit": limit}, scores, common)
+    tell("naming", model, {**settings, "unseen": unseen, "limit": limit, **fewer.plain}, scores, common)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.cli.eval_common import Common, Scenes, device_of
+from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -28,14 +29,15 @@ class Reader(NamedTuple):
     patch: float
 
 
-def open_reader(model: str, common: Common, answers: Sequence[str] = ()) -> Reader:
+def open_reader(model: str, common: Common, fewer: Fewer = FEWER, answers: Sequence[str] = ()) -> Reader:
     """`answers` are true ones that may be longer than those about scenes."""
-    from vitrail.studio import Studio, talks
+    from vitrail.studio import Studio, refuse_talk, talks
     from vitrail.talker import Talker
 
-    device = device_of(common)
+    device, reduce = device_of(common), fewer.chosen
     if talks(model):
-        return _talker(Talker.load(model, device=device), answers)
+        return _talker(Talker.load(model, device=device, reduce=reduce), answers)
+    refuse_talk(model, None, reduce)
     return _studio(Studio.load(model, device=device), answers)
 
 

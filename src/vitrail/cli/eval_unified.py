@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, device_of, tell, write_page
 from vitrail.cli.eval_reader import check_kinds, open_reader, scenes_of
+from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.cli.written import check_written
 from vitrail.errors import ConfigError, nearest
 
@@ -31,6 +32,7 @@ def questions(
     sizes: tuple[float, float] | None = None,
     page: Path | None = None,
     scenes: Scenes = SCENES,
+    fewer: Fewer = FEWER,
     common: Common = COMMON,
 ) -> None:
     """Ask about scenes whose truth is known, beside the best guess without looking.
@@ -61,12 +63,15 @@ def questions(
     check_written(page, "--page")
     if preset not in PRESETS:
         raise ConfigError(f"there are no scenes {preset!r}", nearest(preset, PRESETS))
-    changes: dict[str, object] = {"names": _names(names)} if names else {}
+    changes: dict[str, object] = {"names": things(names)} if names else {}
     if sizes is not None:
         changes["sizes"] = sizes
-    reader = open_reader(model, common)
+    reader = open_reader(model, common, fewer)
     source, words = scenes_of(preset, scenes, reader.side, changes)
-    seen, settings = Gathered("questions"), {"preset": preset, "unseen": unseen} | asdict(scenes) | changes
+    seen, settings = (
+        Gathered("questions"),
+        {"preset": preset, "unseen": unseen} | asdict(scenes) | changes | fewer.plain,
+    )
     scores = answered(
         reader.answerer, source, words, kinds, scenes.count, held_out=unseen, batch=common.batch, watch=seen
     )
@@ -75,7 +80,7 @@ def questions(
         write_page(page, "questions", model, settings, scores, seen.examples, common)
 
 
-def _names(asked: str) -> list[str]:
+def things(asked: str) -> list[str]:
     """A group of things, or those that a recipe's scenes show."""
     from vitrail import recipe
     from vitrail.data.scenes.source import ScenesConfig
@@ -102,6 +107,7 @@ def stress(
     kinds: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
     scenes: Scenes = SCENES,
+    fewer: Fewer = FEWER,
     common: Common = COMMON,
 ) -> None:
     """Ask the same about ordinary scenes and hard ones: transparent, smaller than a patch, occluded, crowded.
@@ -119,7 +125,7 @@ def stress(
 
     kinds = kinds or suite.KINDS
     check_kinds(kinds)
-    reader = open_reader(model, common)
+    reader = open_reader(model, common, fewer)
     scores = suite.stressed(
         reader.answerer,
         lambda preset, changes: scenes_of(preset, scenes, reader.side, changes),
@@ -132,7 +138,7 @@ def stress(
     left = sorted(set(suite.STRESSES) - {score.part["scenes"] for score in scores})
     said = f"left out: {', '.join(left)}, since a patch is {reader.patch:.3f} of the side" if left else ""
     settings = {"unseen": unseen, "patch": reader.patch, "left_out": left}
-    tell("stress", model, settings | asdict(scenes), scores, common, said)
+    tell("stress", model, settings | asdict(scenes) | fewer.plain, scores, common, said)
 
 
 def drawing(

@@ -11,12 +11,13 @@ import torch
 from cyclopts import Parameter
 from PIL import Image
 
+from vitrail import recipe
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.cli.systems import measured_table, printed
 from vitrail.cli.written import check_written, write_plain
 from vitrail.config import Config
 from vitrail.errors import ConfigError
-from vitrail.hub.configs import read_config
+from vitrail.hub.configs import read_config, shipped
 from vitrail.lab.costs import system_notes, system_tables
 from vitrail.lab.ledger import DEVICES, DTYPES, LENGTHS, PRESETS, Floor, Ledger, Part, Time, named, pick
 from vitrail.lab.ledger import ledger as make_ledger
@@ -25,9 +26,11 @@ from vitrail.lab.measure import measure as time_passes
 from vitrail.lab.systems import WHOLE, system
 from vitrail.models.looking import LookingVLMConfig
 from vitrail.models.presets import SYSTEMS
+from vitrail.models.unified import UnifiedConfig
 from vitrail.models.vlm import VLMConfig
 from vitrail.show.ledger import Series, draw_ledger, si, tokens
 from vitrail.show.style import check_picture, save_picture
+from vitrail.studio import MINI
 
 PARTS = ("tower", "connector", "decoder")
 CURVE = tuple(2**power for power in range(10, 21))  # contexts of the picture
@@ -63,12 +66,13 @@ def ledger(
     Parameters
     ----------
     names
-        Presets, folders with a config.json or vitrail.json, or GGUF files.
+        Presets, mini, recipes, folders with a config.json or vitrail.json, or GGUF files.
     context
         Tokens of a decoder's prompt, or words of a question to a vision-language model. Towers read pictures of their
         own size.
     picture
-        Width and height of the pictures that a vision-language model is asked about.
+        Width and height of the pictures that a vision-language model is asked about; models that read and draw have a
+        size of their own.
     pictures
         How many of them a question has.
     batch
@@ -104,7 +108,7 @@ def ledger(
         check_picture(out)
     devices = list(dict.fromkeys(device or ["h200"]))
     settings = {"context": context, "picture": _size(picture), "pictures": pictures, "batch": batch, "dtype": dtype}
-    models = {name: _config(name) for name in names}
+    models = {name: config_of(name) for name in names}
     found = [make_ledger(model, name=name, devices=devices, **settings) for name, model in models.items()]
     print("\n\n".join(table(group, batch) for group in _groups(found)))
     print("\n" + "\n".join(_notes(found, models)))
@@ -141,7 +145,7 @@ def _measure(
         raise ConfigError("there is nothing to measure", "name presets or folders, such as clip-b16")
     if dtype == "float8":
         raise ConfigError("nothing runs in float8 here", "measure in float32, bfloat16 or float16")
-    here, models = "cuda" if torch.cuda.is_available() else "cpu", {name: _config(name) for name in names}
+    here, models = "cuda" if torch.cuda.is_available() else "cpu", {name: config_of(name) for name in names}
     kept = pick(DTYPES, dtype, "type")
     at = rates(here, kept)
     settings = {"context": context, "picture": picture, "batch": batch, "dtype": dtype, "device": here}
@@ -162,6 +166,9 @@ def listing() -> Iterator[str]:
     yield "vision-language models, asked about a picture of 640 × 480:"
     for name, config in SYSTEMS.items():
         yield _line(name, config)
+    yield ""
+    yield "a model that ships, reads pictures of its own size, and draws:"
+    yield _line(MINI, config_of(MINI))
 
 
 def _line(name: str, config: Config) -> str:
@@ -170,7 +177,7 @@ def _line(name: str, config: Config) -> str:
     match config:
         case DecoderConfig():
             size = f"prompts, {config.context:,} tokens"
-        case VLMConfig():
+        case VLMConfig() | UnifiedConfig():
             size = f"{one.seen:,} tokens of a picture"
         case LookingVLMConfig():
             size = f"{one.seen:,} features of a picture, beside the tokens"
@@ -202,7 +209,7 @@ def table(ledgers: Sequence[Ledger], batch: int) -> str:
             rows += _tower_rows(first)
     for i, floor in enumerate(first.floors):
         rows += [(f"{floor.device}, batch {batch}", lambda x: "")]
-        rows += [(f"  {label}", _at(i, cell)) for label, cell in _floor_rows(first, floor)]
+        rows += [(f"  {label}", _at(i, cell)) for label, cell in _floor_rows(first, floor, _part_names(ledgers))]
     return _aligned([x.name for x in ledgers], [(label, [cell(x) for x in ledgers]) for label, cell in rows])
 
 
@@ -231,8 +238,15 @@ def _question_rows(ledgers: Sequence[Ledger]) -> list[tuple[str, Cell]]:
 
 
 def _part_rows(ledgers: Sequence[Ledger], cell: Callable[[Part], str]) -> list[tuple[str, Cell]]:
-    names = PARTS if any(x.parts for x in ledgers) else ()
-    return [(f"  {name}", lambda x, name=name: cell(x.parts[name]) if name in x.parts else "–") for name in names]
+    return [
+        (f"  {name}", lambda x, name=name: cell(x.parts[name]) if name in x.parts else "–")
+        for name in _part_names(ledgers)
+    ]
+
+
+def _part_names(ledgers: Sequence[Ledger]) -> list[str]:
+    """Those of all that look, whether a model has them or not, and what only some have."""
+    return list(dict.fromkeys([*PARTS, *(name for x in ledgers for name in x.parts)])) if ledgers[0].parts else []
 
 
 def _tower_rows(first: Ledger) -> list[tuple[str, Cell]]:
@@ -243,7 +257,7 @@ def _tower_rows(first: Ledger) -> list[tuple[str, Cell]]:
     ]
 
 
-def _floor_rows(first: Ledger, floor: Floor) -> list[tuple[str, Callable[[Ledger, Floor], str]]]:
+def _floor_rows(first: Ledger, floor: Floor, parts: Sequence[str]) -> list[tuple[str, Callable[[Ledger, Floor], str]]]:
     held = [
         ("batch that turns", lambda x, f: "none" if f.turning is None else f"{f.turning:,}"),
         (f"{first.row}s that fit", lambda x, f: f"{f.fitting:,}"),
@@ -254,7 +268,7 @@ def _floor_rows(first: Ledger, floor: Floor) -> list[tuple[str, Callable[[Ledger
             ("the first token", lambda x, f: _time(f.forward)),
             *(
                 (f"  {name}", lambda x, f, name=name: _time(f.parts[name]) if name in f.parts else "–")
-                for name in PARTS
+                for name in parts
             ),
             ("a token after it", lambda x, f: _time(f.decode[x.tokens])),
             *((f"a token at {tokens(n)}", lambda x, f, n=n: _time(f.decode[n])) for n in LENGTHS),
@@ -319,7 +333,7 @@ def _notes(ledgers: Sequence[Ledger], models: dict[str, Config]) -> list[str]:
         lines += ["picture tokens of models whose pictures are no part of the stream are looked at from beside it"]
     for one in ledgers:
         config = models[one.name]
-        words = config.decoder if isinstance(config, VLMConfig | LookingVLMConfig) else config
+        words = getattr(config, "decoder", config)
         if isinstance(words, DecoderConfig) and one.tokens > words.context:
             lines += [f"{one.name} was made for {words.context:,} tokens, not {one.tokens:,}"]
         lines += [
@@ -333,8 +347,13 @@ def _notes(ledgers: Sequence[Ledger], models: dict[str, Config]) -> list[str]:
 # ---- in and out -------------------------------------------------------------------------------------------------
 
 
-def _config(name: str) -> Config:
-    return read_config(name) if name not in PRESETS and Path(name).exists() else named(name)
+def config_of(name: str) -> Config:
+    """Of a preset, of a folder or a file, of a model that ships, or of what a recipe trains."""
+    if name not in PRESETS and (name in shipped() or Path(name).exists()):
+        return read_config(name)
+    if name in (*recipe.names(), *recipe.untested()):
+        return recipe.read(name).model_config()
+    return named(name)
 
 
 def _size(words: str) -> tuple[int, int]:

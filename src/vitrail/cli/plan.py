@@ -2,7 +2,11 @@
 
 import math
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
+
+from vitrail.cli.ledger import config_of
 from vitrail.cli.scaling import (
     FormChoice,
     Numbers,
@@ -24,7 +28,7 @@ def plan(
     scores: str,
     /,
     *,
-    system: str,
+    system: Annotated[str, Parameter(alias="--model")],
     seconds: float | None = None,
     memory: float | None = None,
     flops: float | None = None,
@@ -52,7 +56,7 @@ def plan(
         A CSV file with a column n (visual tokens) and a column of scores for each task or kind of question; or paper,
         paper-tuned, paper-queries.
     system
-        Whose tokens: a vision-language model or a decoder that `vitrail ledger` lists.
+        Whose tokens: a vision-language model or a decoder, by any name that `vitrail ledger` takes.
     seconds
         Until the last token of the answer.
     memory
@@ -89,7 +93,7 @@ def plan(
     scaled = {"memory": memory and memory * 1e9, "flops": flops and flops * 1e12}
     budget = Budget(seconds=seconds, loss=loss, **scaled)
     laws = fit_columns(read_columns(scores, task, drop), form)
-    price = pricer(system, words=words, answer=answer, batch=batch, dtype=dtype, device=device)
+    price = pricer(config_of(system), words=words, answer=answer, batch=batch, dtype=dtype, device=device)
     choices = choose(laws, price, budget, most=most)
     rows = [("", "tokens", "score", "", "kept", "because of", "")]
     for one in choices:

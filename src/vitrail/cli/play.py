@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from vitrail.errors import CheckpointError, ConfigError
 
 WORLD = "mini-world"  # the world that ships with the package
-TRAIN = "vitrail train untested/genie-coinrun --out out/genie"
+TRAIN = "vitrail train untested/genie-pocket --out out/genie"
 INSTEAD = f"train a world ({TRAIN}) and give out/genie/final, or play a simulator alone: vitrail play --world pocket"
 
 
@@ -31,6 +31,8 @@ def play(
 ) -> None:
     """Play in a world model, in the browser.
 
+    Example: vitrail play
+
     Example: vitrail play out/genie/final --world coinrun --episodes out/episodes/coinrun
 
     Example: vitrail play --world pocket
@@ -40,8 +42,8 @@ def play(
     Parameters
     ----------
     model
-        The folder of a world model; mini-world unless given, where the package came with its weights, or no model
-        where --world is given.
+        The folder of a world model, or mini-world, which ships. With neither this nor --world it is mini-world beside
+        the simulator that it learned from.
     world
         A simulator to play beside the model under the same keys, or alone: pocket, coinrun, doom, … One that needs
         packages gets an environment of its own the first time.
@@ -90,6 +92,8 @@ def play(
     if name is not None:
         _check(name)
     playground = None if name is None else Playground.load(name, device=device)
+    if model is None and playground is not None and playground.controls is not None:
+        world = playground.controls.world
     if playground is not None and episodes is not None:
         playground = playground.with_episodes(episodes)
     arcade = Arcade(

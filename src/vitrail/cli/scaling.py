@@ -1,6 +1,6 @@
 """`vitrail scaling`: the law of scores over visual tokens, and what it says to spend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -108,6 +108,13 @@ app.command(
     help_epilogue="Example: vitrail scaling run --out out/scaling --jobs 5",
 )
 app.command(
+    "vitrail.cli.scaling_fewer:fewer",
+    name="fewer",
+    help="Ask a trained model with few and many of a picture's tokens, and fit the law of each kind of question.\n\n"
+    "Nothing is trained: tokens are pruned, merged, averaged or left out by lot when the question is asked.",
+    help_epilogue="Example: vitrail scaling fewer mini --preset few --names hundred --vendors twemoji --out out/fewer",
+)
+app.command(
     "vitrail.cli.diverge:diverge",
     name="diverge",
     help="Measure how far a decoder's hidden states drift apart over two continuations of one prefix.\n\n"
@@ -161,10 +168,15 @@ def _law_rows(laws: "dict[str, Law]", at: Sequence[float]) -> list[tuple[str, ..
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
+    for line in table_lines(rows):
+        print(line)
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Columns as wide as they must be; names and words to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def check_figures(*paths: Path | None) -> None:

@@ -4,14 +4,14 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from vitrail.cli.scaling import print_table, save_figure
+from vitrail.cli.scaling import print_table, save_figure, table_lines
 from vitrail.cli.written import write_plain
 from vitrail.errors import ConfigError, TrainError, VitrailError
 from vitrail.hub.files import write_json
@@ -28,6 +28,8 @@ from vitrail.lab.contrasts import (
     steeper,
 )
 from vitrail.lab.exact import NAMING
+from vitrail.lab.ledger import DEVICES
+from vitrail.show.ledger import si
 from vitrail.show.scaling import draw_ways
 from vitrail.sweep import check_starts
 from vitrail.token_design import Design
@@ -84,6 +86,8 @@ def run(
     steps: int = DEFAULT.steps,
     count: int = DEFAULT.count,
     jobs: int = 1,
+    dry: Annotated[bool, Parameter(negative="")] = False,
+    anyway: Annotated[bool, Parameter(negative="")] = False,
     smoke: Annotated[bool, Parameter(negative="")] = False,
     device: str | None = None,
     phase: Annotated[Phase | None, Hidden] = None,
@@ -94,8 +98,9 @@ def run(
     without; test all on the same questions, fit the law of every kind, and say whether reading grows faster than
     existence and whether the question helps only where it points at something.
 
-    The language model is frozen in all runs. A plain Q-Former is trained as they are; VisPruner, VisionZip and pooling
-    are tested on the base. The same command goes on after any interruption.
+    The language model is frozen in all runs. A plain Q-Former is trained as they are; VisPruner, VisionZip, pooling and
+    a choice by lot are tested on the base. A base that is not told from a guess ends it. The same command goes on after
+    any interruption.
 
     Parameters
     ----------
@@ -118,8 +123,12 @@ def run(
         Questions of each kind.
     jobs
         Runs side by side, each in a process of its own.
+    dry
+        Only say what would be run, and how much work it is.
+    anyway
+        Go on even with a base that reads or sees no more than a guess would.
     smoke
-        Tiny models from chance and two steps of each, to see whether all runs.
+        Tiny models from chance and two steps of each, to see whether all runs. It goes on with any base.
     device
         cpu or cuda; a GPU is used where there is one.
     """
@@ -136,11 +145,17 @@ def run(
     asked: dict[str, Any] = {"tokens": tokens, "seeds": tuple(range(seeds)), "steps": steps, "count": count}
     design = Design(base=base, queries=queries, changes=laid, **(asked | small))
     experiment = Experiment(design, out, device)
+    if dry:
+        for line in listing(experiment):
+            print(line)
+        return
     check_starts(experiment.sweep_of("base"), experiment.folder)
     experiment.folder.mkdir(parents=True, exist_ok=True)
     write_json(experiment.folder / DESIGN, design.plain())
     for each in PHASES:
         _phase(experiment, each, out, min(jobs, len(experiment.planned(each))), device)
+        if each == "base" and not (anyway or smoke):
+            experiment.check_base((STEEP, FLAT))
     tell(experiment, out)
 
 
@@ -194,15 +209,47 @@ def _change(word: str) -> tuple[str, Any]:
     return key, value
 
 
+def listing(experiment: Experiment, at: str = "h200") -> Iterator[str]:
+    """What would be run: of each phase its runs, how many are done, their steps, what is asked, and the work."""
+    kinds, count = len(experiment.settings.kinds) + 1, experiment.design.count
+    rows = [("phase", "runs", "done", "steps of each", "samples", "questions", "work", f"at the full rate of an {at}")]
+    for phase in PHASES:
+        planned, sweep = experiment.planned(phase), experiment.sweep_of(phase)
+        variants = ", ".join(variant.name for variant in sweep.variants)
+        yield f"{phase}: {variants}; seeds {', '.join(map(str, sweep.seeds))}"
+        recipe = sweep.read_recipe(planned[0].variant, planned[0].seed)
+        steps, samples = [stage.steps for stage in recipe.stages], experiment.samples(phase)
+        work = experiment.flops(phase)
+        done = sum((run.folder / "recipe.json").is_file() for run in planned)
+        asked = len(planned) * len(sweep.tests) * kinds * count
+        cells = (str(len(planned)), str(done), " + ".join(map(str, steps)), f"{samples * len(planned):,}", f"{asked:,}")
+        rows.append((phase, *cells, si(work, "FLOP"), si(work / DEVICES[at].flops, "s")))
+    yield ""
+    yield from table_lines(rows)
+    yield ""
+    yield "work as if all parts learned; a rate that small models do not reach: hold the first run against it"
+
+
 # ---- what is said of it -----------------------------------------------------------------------------------------
 
 
 def tell(experiment: Experiment, out: Path) -> None:
     """Print the tables and the answers, and write them with all scores."""
     points = experiment.points()
+    write_told(points, answers(points), out, experiment.design.plain(), "mean over seeds", experiment.device)
+
+
+def write_told(
+    points: Sequence[Point],
+    contrasts: dict[str, Contrast | None],
+    out: Path,
+    design: dict[str, Any],
+    note: str,
+    device: str,
+) -> None:
+    """Print scores, laws and answers, and leave them in a folder with all that they were found by."""
     told, counts = lines(points), sorted({p.tokens for p in points})
-    print_table([("kind", "way", *map(str, counts), "α"), *(_cells(line, counts) for line in told)])
-    contrasts = answers(points)
+    print_table([("kind", "way", *map(str, counts), "±", "blind", "α"), *(_cells(line, counts) for line in told)])
     print()
     print_table([(name, "too few" if one is None else str(one)) for name, one in contrasts.items()])
     laws: dict[str, dict[str, Any]] = {}
@@ -212,17 +259,17 @@ def tell(experiment: Experiment, out: Path) -> None:
     write_plain(
         out / "scaling.json",
         {
-            "design": experiment.design.plain(),
+            "design": design,
             "questions": {p.kind: {"of": p.of, "blind": p.blind} for p in points},
             "scores": [p.plain() for p in points],
             "laws": laws,
             "contrasts": {name: one and {**one.plain(), "sign": one.sign} for name, one in contrasts.items()},
         },
-        experiment.device,
+        device,
     )
     for way, kinds in laws.items():
         _table(points, way, list(kinds), out / f"scores-{way.replace(' ', '-').lower()}.csv")
-    note = "share of questions answered over visual tokens, mean over seeds"
+    note = f"share of questions answered over visual tokens, {note}"
     save_figure(draw_ways(panels(told), "How many visual tokens", note), out / "scaling.svg")
 
 
@@ -243,7 +290,7 @@ def answers(points: Sequence[Point]) -> dict[str, Contrast | None]:
 
 def _cells(line: Line, counts: Sequence[int]) -> tuple[str, ...]:
     means = (f"{line.means[n]:.1%}" if n in line.means else "–" for n in counts)
-    return line.kind, line.way, *means, line.alpha
+    return line.kind, line.way, *means, f"{line.within:.1%}", f"{line.blind:.1%}", line.alpha
 
 
 def _table(points: Sequence[Point], way: str, kinds: Sequence[str], file: Path) -> None:

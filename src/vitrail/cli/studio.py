@@ -1,4 +1,4 @@
-"""`vitrail caption` and `vitrail draw`: a unified model at work; `vitrail ship`: one packed."""
+"""`vitrail caption` and `vitrail draw`: a unified model at work; `vitrail ship`: one packed, or a world."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -113,56 +113,113 @@ def draw(
         write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
 
 
-def ship(model: str, /, *, out: Annotated[Path, Parameter(alias="-o")], base: str | None = None) -> None:
-    """Write a unified or vision-language model in 8 bits a weight with its tokenizer, and say what that changes.
+def ship(
+    model: str,
+    /,
+    *,
+    out: Annotated[Path, Parameter(alias="-o")],
+    base: str | None = None,
+    episodes: Path | None = None,
+) -> None:
+    """Write a unified, vision-language or world model in 8 bits a weight, with all it needs, and say what that changes.
 
     Example: vitrail ship out/mini/final -o src/vitrail/weights/mini
 
     Example: vitrail ship out/mini-vlm/final -o src/vitrail/weights/mini-vlm --base stories15M
 
-    The largest difference of its logits, over the example scenes, is given in standard deviations of the logits.
+    Example: vitrail ship out/genie/final -o src/vitrail/weights/mini-world --episodes out/episodes/coinrun
+
+    The largest difference of its logits, over the example scenes or the episodes, is given in standard deviations of
+    the logits.
 
     Parameters
     ----------
     model
-        A folder with a unified model, or with a vision-language model.
+        A folder with a unified model, a vision-language model or a world model.
     out
         The folder to make. One below src/vitrail/weights ships with the package, and is loaded by its name.
     base
         The language model that a vision-language model was made of: a package (stories15M, smollm2-135m) or a folder.
         Only what differs from it is written, and whoever loads the model needs it too.
+    episodes
+        Of a world: recorded episodes, which give pictures to start from and tell what the controls are to the model.
     """
     if any(out.glob("*.safetensors")):
         raise ConfigError(f"{out} holds a model already", "remove it first, or give another folder")
+    from vitrail.ready import plays
+    from vitrail.studio import talks
+
+    world = plays(model)
+    talker = not world and talks(model)
+    if base is not None and not talker:
+        raise ConfigError(f"{model} is no vision-language model and stands on no other", "leave --base out")
+    if (episodes is not None) != world:
+        raise ConfigError("--episodes go with a world model, and a world model with them", "give both, or neither")
+    try:
+        if world:
+            assert episodes is not None
+            _ship_world(model, out, episodes)
+        elif talker:
+            _ship_talker(model, out, base)
+        else:
+            _ship_studio(model, out)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", "give another folder") from None
+
+
+def _ship_world(model: str, out: Path, episodes: Path) -> None:
+    import torch
+
+    from vitrail.play import Playground
+
+    whole = Playground.load(model, device="cpu").with_episodes(episodes)
+    whole.save(out, small=True)
+    _size(model, out)
+    starts = whole.starts.movedim(-1, 1)[:, None]  # (N, 1, C, H, W)
+    ids, said = [], []
+    for one in (whole, Playground.load(out, device="cpu")):
+        with torch.no_grad():
+            ids.append(one.model.look(one.model.codec.pixels(starts)))
+            led = torch.full(ids[0].shape[:2], one.model.actions)
+            said.append(one.model.dynamics(ids[0], led).float())
+    print(f"logits of codes   differ by at most {(said[0] - said[1]).abs().max() / said[0].std():.3f} of their spread")
+    print(f"codes of pictures {(ids[0] != ids[1]).float().mean():.1%} have another id")
+
+
+def _ship_talker(model: str, out: Path, base: str | None) -> None:
+    from vitrail import hub
+    from vitrail.data.examples import examples
+    from vitrail.studio import load, said_change
+
+    whole, scenes = load(model, device="cpu"), examples()
+    hub.save(whole.model, out, whole.words, small=True, base=base)
+    files, asked = [scene.file for scene in scenes], [scene.questions[0]["question"] for scene in scenes]
+    found = said_change(whole, load(out, device="cpu"), files, asked)
+    _size(model, out, f" beside {base}" if base else "")
+    print(f"logits of words   differ by at most {found:.3f} of their spread")
+
+
+def _ship_studio(model: str, out: Path) -> None:
     import torch
 
     from vitrail import hub
     from vitrail.data.examples import examples
-    from vitrail.hub.configs import resolve
-    from vitrail.studio import Studio, change, load, said_change, talks
+    from vitrail.studio import Studio, change
 
-    talker = talks(model)
-    if base is not None and not talker:
-        raise ConfigError(f"{model} is no vision-language model and stands on no other", "leave --base out")
-    whole: Any = load(model, device="cpu") if talker else Studio.load(model, device="cpu", dtype=torch.float32)
-    try:
-        hub.save(whole.model, out, whole.words, small=True, base=base)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}", "give another folder") from None
-    scenes = examples()
-    if talker:
-        files, asked = [scene.file for scene in scenes], [scene.questions[0]["question"] for scene in scenes]
-        found = said_change(whole, load(out, device="cpu"), files, asked)
-        beside = f" beside {base}" if base else ""
-        print(f"{out}: {_megabytes(out):.1f} MB{beside}, from {_megabytes(resolve(model)):.1f}")
-        print(f"logits of words   differ by at most {found:.3f} of their spread")
-        return
+    whole, scenes = Studio.load(model, device="cpu", dtype=torch.float32), examples()
+    hub.save(whole.model, out, whole.words, small=True)
     texts = [f"{scene.questions[0]['question']} {scene.questions[0]['answer']}" for scene in scenes]
     found = change(whole, Studio.load(out, device="cpu", dtype=torch.float32), [scene.file for scene in scenes], texts)
-    print(f"{out}: {_megabytes(out):.1f} MB, from {_megabytes(resolve(model)):.1f}")
+    _size(model, out)
     print(f"logits of words   differ by at most {found.words:.3f} of their spread")
     print(f"logits of codes   differ by at most {found.codes:.3f} of their spread")
     print(f"codes of pictures {found.ids:.1%} have another id")
+
+
+def _size(model: str, out: Path, beside: str = "") -> None:
+    from vitrail.hub.configs import resolve
+
+    print(f"{out}: {_megabytes(out):.1f} MB{beside}, from {_megabytes(resolve(model)):.1f}")
 
 
 def _megabytes(folder: Path) -> float:

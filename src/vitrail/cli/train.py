@@ -7,7 +7,7 @@ from vitrail import recipe as recipes
 from vitrail.errors import ConfigError
 
 
-def train(recipe: str, /, *changes: str, out: Path, device: str | None = None) -> None:
+def train(recipe: str, /, *changes: str, out: Path, until: str | None = None, device: str | None = None) -> None:
     """Train a recipe. The same command goes on after any interruption; the end's weights are in OUT/final.
 
     Parameters
@@ -18,6 +18,8 @@ def train(recipe: str, /, *changes: str, out: Path, device: str | None = None) -
         Settings to change, as key=value with dotted keys: stages.0.steps=500 seed=3
     out
         Folder for checkpoints, logs and the result.
+    until
+        The stage to stop behind; its weights are then in OUT/STAGE/final, and the same command without it goes on.
     device
         cpu or cuda; a GPU is used where there is one.
     """
@@ -25,8 +27,8 @@ def train(recipe: str, /, *changes: str, out: Path, device: str | None = None) -
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is no key=value", "for example stages.0.steps=500")
     chosen = recipes.read(recipe, dict(change.split("=", 1) for change in changes))
-    recipes.train(chosen, out, device=device)
-    print(f"→ {out / 'final'}")
+    recipes.train(chosen, out, until=until, device=device)
+    print(f"→ {recipes.kept_in(chosen, out, until)}")
 
 
 def list_recipes() -> None:

@@ -142,9 +142,9 @@ class Fused(Connector[FusedConfig]):
         groups = x.split([part.shape[1] for part in parts], dim=1)[2::2]  # (B, n + 1, V) each
         return Groups([group[:, :-1] for group in groups], torch.stack([group[:, -1] for group in groups], dim=1))
 
-    def talks(self, pictures: Sequence[Tensor], questions: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Pictures of unequal size (N, D), each with questions of its own, ids (T,) → (n, W) for every question,
-        picture after picture. Of a picture nobody asks about, what is made of a question that says nothing."""
+    def talks(self, pictures: Sequence[Tensor], questions: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Pictures of unequal size (N, D), each with questions of its own, ids (T,) → (n, W) for every question of each
+        picture. Of a picture nobody asks about, what is made of a question that says nothing."""
         if len(pictures) != len(questions):
             raise ConfigError(f"{len(pictures)} pictures and the questions of {len(questions)}", "give those of each")
         nothing = torch.zeros(0, dtype=torch.long, device=self.queries.device)
@@ -153,11 +153,15 @@ class Fused(Connector[FusedConfig]):
         ids = [pad_sequence(list(column), batch_first=True, padding_value=-1) for column in columns]
         laid = [len(picture) for picture in pictures]
         groups = self.fuse(pad_sequence(list(pictures), batch_first=True), laid, ids).queries
-        return [self.project(groups[k][p]) for p, own in enumerate(asked) for k in range(len(own))]
+        return [[self.project(groups[k][p]) for k in range(len(own))] for p, own in enumerate(asked)]
 
     def _run(self, x: Tensor, real: Tensor) -> Tensor:
         """x (B, L, V), of which `real` (B, L) are no padding: that is not seen, and takes no position."""
-        plan = Plan(causal=True) if bool(real.all()) else attention_plan(real.long() - 1, causal=True)
+        segments = real.long() - 1
+        if torch.compiler.is_compiling():  # which may not ask what the tensor holds
+            plan = Plan(causal=True, segments=segments, key_segments=segments)
+        else:
+            plan = Plan(causal=True) if bool(real.all()) else attention_plan(segments, causal=True)
         rotation = self.rotary((real.long().cumsum(1) - 1).clamp_min(0))
         for block in self.blocks:
             x = block(x, plan, rotation=rotation)

@@ -143,6 +143,19 @@ class QFormer(Connector[QFormerConfig]):
         if text.ndim != 3 or text.shape[-1] != self.config.width:
             raise ConfigError(f"a text is embeddings (B, T, {self.config.width}), not {tuple(text.shape)}")
 
+    def pass_flops(self, task: Pass, batch: int, features: int, words: int) -> int:
+        """Operations of `both`: so many pictures of so many features, beside texts of so many words."""
+        Q, T, total = self.config.queries, words, 0
+        pairs = {"itc": Q * Q + T * T, "itm": (Q + T) ** 2, "itg": Q * Q + T * Q + T * (T + 1) // 2}[task]
+        asked = Work(tokens=batch * Q, pairs=0).across(features, batch)
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            for kind, branch in layer.block.branches.items():
+                together = Work(tokens=batch * (Q + T), pairs=batch * pairs)
+                total += cost.flops(branch, together if kind == "self" else asked)
+            total += 0 if layer.words is None else cost.flops(layer.words, Work(tokens=batch * T, pairs=0))
+        return total
+
     def spared(self) -> Sequence[nn.Module]:
         return [layer.words for layer in self.layers if isinstance(layer, Layer) and layer.words is not None]
 

@@ -1,22 +1,30 @@
-"""Fewer tokens without training, by what the tower itself looked at; and the mask of a token that stands for a picture.
+"""Fewer tokens without training, by what the tower itself looked at.
 
     VisPruner   half of what is kept is what CLS looks at most, the rest what repeats the others least
     VisionZip   what CLS looks at most, and a few means of all the rest
-    VoCo        text sees a few learned tokens instead of the picture, which alone see it
+    pool        means over equal cells of the grid
+
+Towers without CLS go by how much all patches look at each, as VisPruner does for SigLIP.
 
 B batch, N features, X prefix tokens (CLS, registers), D width, n features that are kept, H heads, C channels of a head
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.errors import ConfigError
-from vitrail.nn import Block, Plan
+from vitrail.config import Config
+from vitrail.connectors.grids import Laid
+from vitrail.encoders.depth import depth_of
+from vitrail.encoders.vit import ViT, ViTConfig
+from vitrail.errors import ConfigError, nearest
+from vitrail.nn import Block, BlockConfig
+from vitrail.processing.grid import Grid
 
 BATCH = 8  # repeated features that VisPruner leaves out at a time
+CONTEXTUAL = 10  # of VisionZip's tokens, as published
 
 
 class Looks(NamedTuple):
@@ -33,24 +41,42 @@ class Reduced(NamedTuple):
     """(B, n) the places they stand at, each once"""
 
 
-def looks(block: Block, tokens: Tensor, prefix: int = 1) -> Looks:
-    """What the first of the tokens (B, X + N, D) that enter a tower's block looks at there.
+def looks(block: Block, tokens: Tensor, prefix: int = 1, cls: bool = True) -> Looks:
+    """What the first of the tokens (B, X + N, D) that enter a tower's block looks at there; without a CLS among them,
+    what all of them look at, in the mean.
 
     LLaVA takes features from the last block but one: `x = vit.tokens(pixels, layer=-3)` enters it,
-    `vit.blocks[-2](x)` leaves it. CLIP's attention will do, and others without norms or rotary positions.
+    `vit.blocks[-2](x)` leaves it. CLIP's attention will do, and others without rotary positions.
     """
-    if "self" not in block.branches:
-        raise ConfigError(f"a block of {', '.join(block.branches)} has no self-attention")
-    config, width = block.config.attention, block.config.width
-    if config.qk_norm is not None or config.bias == "all_but_k":
-        raise ConfigError("scores are read where queries and keys are one linear layer", "use a CLIP or DINOv2 tower")
-    residual: Any = block.branches["self"]
-    x = residual.norm(tokens) if residual.norm_at == "before" else tokens
-    H, G, C = config.heads, config.groups, config.channels(width)
-    q, k, _ = residual.op.qkv(x).unflatten(-1, (-1, C)).split([H, G, G], dim=-2)
+    readable(block.config)
+    config, residual = block.config.attention, block.branches["self"]
+    op: Any = residual.op  # pyrefly: ignore
+    H, G, C = config.heads, config.groups, config.channels(block.config.width)
+    x: Any = residual.norm(tokens) if residual.norm_at == "before" else tokens  # pyrefly: ignore
+    q, k, _ = op.qkv(x).unflatten(-1, (-1, C)).split([H, G, G], dim=-2)
+    q, k = op.q_norm(q[:, :1] if cls else q), op.k_norm(k)
     every = k.repeat_interleave(H // G, dim=2)
-    seen = torch.einsum("bhc,bkhc->bhk", q[:, 0].float(), every.float()) * C**-0.5
-    return Looks(seen.softmax(-1).mean(1)[:, prefix:], k[:, prefix:].mean(2))
+    seen = torch.einsum("bqhc,bkhc->bhqk", q.float(), every.float()) * C**-0.5  # (B, H, 1 or X + N, X + N)
+    return Looks(seen.softmax(-1).mean((1, 2))[:, prefix:], k[:, prefix:].mean(2))
+
+
+def readable(block: BlockConfig) -> None:
+    """Refuse a block in which nobody can be seen to look at anything."""
+    if "self" not in block.chain:
+        raise ConfigError(f"a block of {', '.join(block.chain)} has no self-attention")
+    config = block.attention
+    if config.bias == "all_but_k" or (config.qk_norm is not None and config.qk_norm_over == "heads"):
+        raise ConfigError("scores are read where queries and keys are one linear layer", "use a CLIP or DINOv2 tower")
+
+
+def watched(tower: ViT, pixels: Tensor, layer: int | None) -> tuple[Tensor, Looks]:
+    """What `tower.tokens(pixels, layer=layer)` gives (B, X + N, D), and how it was looked at in the block before."""
+    config, depth = tower.config, depth_of(layer, tower.config.layers)
+    entering, block = tower.tokens(pixels, layer=depth - 1), tower.blocks[depth - 1]
+    with torch.no_grad():  # features are chosen by these, and nothing is made of them
+        seen = looks(block, entering, config.prefix, config.cls)  # pyrefly: ignore
+    tokens = block(entering)
+    return tower.norm_last(tokens) if layer is None and config.norm_last == "tokens" else tokens, seen
 
 
 def vispruner(features: Tensor, scores: Tensor, keep: int, important: float = 0.5) -> Reduced:
@@ -60,8 +86,7 @@ def vispruner(features: Tensor, scores: Tensor, keep: int, important: float = 0.
     time, until as many as wanted are left. What is kept stays in its order.
     """
     _check(features, scores, keep)
-    if not 0 <= important <= 1:
-        raise ConfigError(f"a share of {important} cannot be important", "give a number from 0 to 1")
+    _check_share(important)
     N = features.shape[1]
     if keep >= N:
         return _all(features)
@@ -80,7 +105,9 @@ def vispruner(features: Tensor, scores: Tensor, keep: int, important: float = 0.
     return _taken(features, torch.cat([best, rest], dim=1).sort(dim=1).values)
 
 
-def visionzip(features: Tensor, scores: Tensor, keep: int, contextual: int = 10, keys: Tensor | None = None) -> Reduced:
+def visionzip(
+    features: Tensor, scores: Tensor, keep: int, contextual: int = CONTEXTUAL, keys: Tensor | None = None
+) -> Reduced:
     """`keep` tokens of the features (B, N, D): the `keep − contextual` of highest score (B, N), then `contextual` more.
 
     Those are taken evenly from the rest, and each has the mean of the features added that are most like it, by their
@@ -90,10 +117,7 @@ def visionzip(features: Tensor, scores: Tensor, keep: int, contextual: int = 10,
     N = features.shape[1]
     if keep >= N:
         return _all(features)
-    if not 0 <= contextual <= keep:
-        raise ConfigError(
-            f"{contextual} contextual tokens among {keep}", f"keep at least {max(contextual, 1)}, or ask for fewer"
-        )
+    _check_contextual(contextual, keep)
     order = scores.argsort(dim=1, descending=True, stable=True)
     dominant = order[:, : keep - contextual].sort(dim=1).values
     if not contextual:
@@ -113,31 +137,145 @@ def visionzip(features: Tensor, scores: Tensor, keep: int, contextual: int = 10,
     return Reduced(tokens, torch.cat([dominant, centres], dim=1))
 
 
-# ---- a token that stands for a picture ---------------------------------------------------------------------------
-
-TEXT, PICTURE, VOCO = range(3)
-
-
-class VoCoPlan(Plan):
-    """Causal, but text sees no picture: only the tokens that stand for it."""
-
-    def sees(self, q: Tensor, k: Tensor, qs: Tensor, ks: Tensor, qp: None, kp: None) -> Tensor:
-        return (k <= q) & ~((qs == TEXT) & (ks == PICTURE))
-
-    def to(self, device: torch.device | str) -> "VoCoPlan":
-        assert self.segments is not None
-        return voco_plan(self.segments.to(device, non_blocking=True))
+def pooled(features: Tensor, grid: Grid, keep: int) -> Tensor:
+    """(B, N, D) → (B, n, D): means over equal cells, as square as n allows."""
+    lattice = features.mT.unflatten(2, (grid.h, grid.w))
+    return F.adaptive_avg_pool2d(lattice, cells_of(grid, keep)).flatten(2).mT
 
 
-def voco_plan(kinds: Tensor) -> VoCoPlan:
-    """The plan of a decoder's rows (B, L), where `kinds` says what each token is: TEXT, PICTURE or VOCO.
+def cells_of(grid: Grid, keep: int) -> tuple[int, int]:
+    """Rows and columns of so many cells."""
+    rows = max(side for side in range(1, keep + 1) if keep % side == 0 and side * side <= keep)
+    columns = keep // rows
+    if rows > grid.h or columns > grid.w:
+        raise ConfigError(
+            f"{keep} tokens are {rows} × {columns} cells, and a view has {grid.h} × {grid.w} patches",
+            "keep fewer, or a number with a divisor nearer to its root",
+        )
+    return rows, columns
 
-    No text reaches a picture on any way but through the VoCo tokens, so once they are read the picture's keys and
-    values can be dropped.
+
+# ---- as a part of a model ----------------------------------------------------------------------------------------
+
+
+class Reduction(Config):
+    """How a view's features become `keep`; where there are no more, they stay as they are.
+
+    looking  whether it goes by what the tower looked at
     """
-    if kinds.ndim != 2 or kinds.is_floating_point():
-        raise ConfigError(f"kinds must be integers (B, L), not {kinds.dtype} {tuple(kinds.shape)}")
-    return VoCoPlan(causal=True, segments=kinds, key_segments=kinds)
+
+    keep: int
+    looking: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"keeping {self.keep} features leaves nothing", "keep at least 1")
+
+    def laid(self, grid: Grid) -> Laid:
+        """How those lie that are left of a grid."""
+        return self.keep
+
+    def reduce(self, features: Tensor, seen: Looks | None, grid: Grid) -> Tensor:
+        """(B, N, D) → (B, n, D)"""
+        raise NotImplementedError
+
+    def flops(self, tower: ViTConfig, patches: int) -> int:
+        """Operations by which features of one view are chosen and merged."""
+        if not self.looking:
+            return 0
+        D, attention, X = tower.block.width, tower.block.attention, tower.prefix + patches
+        C = attention.channels(D)
+        seen = 2 * X * D * (attention.heads + 2 * attention.groups) * C
+        return seen + 2 * (1 if tower.cls else X) * X * attention.heads * C + self._flops(patches, D, C)
+
+    def _flops(self, patches: int, width: int, channels: int) -> int:
+        """Those behind the looks; of so many channels are the keys."""
+        return 0
+
+
+class VisPrunerConfig(Reduction, tag="vispruner", tag_field="kind"):
+    """`important` is the share that is kept for its scores."""
+
+    important: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share(self.important)
+
+    def reduce(self, features: Tensor, seen: Looks | None, grid: Grid) -> Tensor:
+        assert seen is not None
+        return vispruner(features, seen.scores, self.keep, self.important).tokens
+
+    def _flops(self, patches: int, width: int, channels: int) -> int:
+        least = self.keep - int(self.keep * self.important)
+        rest, found = patches - int(self.keep * self.important), 0
+        while least and rest > least:
+            even = (rest + 1) // 2
+            found += 2 * even * (rest - even) * width
+            rest -= min(BATCH, rest - least, even)
+        return found
+
+
+class VisionZipConfig(Reduction, tag="visionzip", tag_field="kind"):
+    """`contextual` are the tokens that are means: 10, or half of all where that is less, unless given."""
+
+    contextual: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_contextual(self.means, self.keep)
+
+    @property
+    def means(self) -> int:
+        return min(CONTEXTUAL, self.keep // 2) if self.contextual is None else self.contextual
+
+    def reduce(self, features: Tensor, seen: Looks | None, grid: Grid) -> Tensor:
+        assert seen is not None
+        return visionzip(features, seen.scores, self.keep, self.means, seen.keys).tokens
+
+    def _flops(self, patches: int, width: int, channels: int) -> int:
+        others = patches - self.keep
+        return 2 * others * self.means * (channels + width)
+
+
+class CellsConfig(Reduction, tag="pool", tag_field="kind"):
+    """Means over equal cells, as many along either side as `keep` allows."""
+
+    looking: ClassVar[bool] = False
+
+    def laid(self, grid: Grid) -> Laid:
+        rows, columns = cells_of(grid, self.keep)
+        return Grid(h=rows, w=columns)
+
+    def reduce(self, features: Tensor, seen: Looks | None, grid: Grid) -> Tensor:
+        return pooled(features, grid, self.keep)
+
+
+AnyReduction = VisPrunerConfig | VisionZipConfig | CellsConfig
+REDUCTIONS: dict[str, type[Reduction]] = {
+    "vispruner": VisPrunerConfig,
+    "visionzip": VisionZipConfig,
+    "pool": CellsConfig,
+}
+
+
+def reduction(kind: str, keep: int) -> Any:
+    """The reduction of this name to so many features, all else as published."""
+    if kind not in REDUCTIONS:
+        raise ConfigError(f"no reduction is called {kind!r}", nearest(kind, REDUCTIONS))
+    return REDUCTIONS[kind](keep=keep)
+
+
+def _check_share(important: float) -> None:
+    if not 0 <= important <= 1:
+        raise ConfigError(f"a share of {important} cannot be important", "give a number from 0 to 1")
+
+
+def _check_contextual(contextual: int, keep: int) -> None:
+    if not 0 <= contextual <= keep:
+        raise ConfigError(
+            f"{contextual} contextual tokens among {keep}", f"keep at least {max(contextual, 1)}, or ask for fewer"
+        )
 
 
 def _check(features: Tensor, scores: Tensor, keep: int) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from vitrail.data.named import NamedSource
 from vitrail.data.scenes.source import SceneSource
-from vitrail.data.views import PLAIN, ViewsConfig
+from vitrail.data.views import ViewsConfig
 from vitrail.data.words import Words, ask, swap
 from vitrail.data.words.ask import longest
 from vitrail.data.words.pieces import Pieces, TokenTable
@@ -81,10 +81,10 @@ class NamedCaptions:
 class SceneCaptions:
     """A scene's caption says what is in it; a swapped pair says who has which colour, place, number or size."""
 
-    views, concepts = PLAIN, None
+    concepts = None
 
     def __init__(self, source: SceneSource):
-        self.source = source
+        self.source, self.views = source, source.config.views
         self._words = {torch.device("cpu"): self.words}
         self._replayed: dict[tuple[str, bool, bool], Replayed[Any]] = {}
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from vitrail.data.named import NamedSource
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.told import words_about
-from vitrail.data.views import PLAIN, ViewsConfig
+from vitrail.data.views import ViewsConfig
 from vitrail.data.words import DRAFTS, Words, ask, ask_several, prompt
 from vitrail.data.words.ask import longest
 from vitrail.data.words.pieces import Pieces, TokenTable
@@ -61,9 +61,7 @@ class Talks(Protocol):
 class SceneTalks:
     """Several questions a scene, of different kinds, their answers evened out, and one kind `last` of all: behind them,
     so that no answer could be read off a caption. And prompts of GenEval's kinds that name all there is, or else the
-    caption."""
-
-    views = PLAIN
+    caption. `many` has more wordings than are usual."""
 
     def __init__(
         self,
@@ -73,14 +71,16 @@ class SceneTalks:
         last: str | None = None,
         *,
         held_out: bool = False,
+        many: bool = False,
     ):
         if not 1 <= questions <= len(kinds):
             raise ConfigError(f"{questions} questions of {len(kinds)} kinds", "ask at least one, and each kind once")
         if last is not None and last not in DRAFTS:
             raise ConfigError(f"no kind of question is called {last!r}", nearest(last, DRAFTS))
         self.source, self.questions, self.kinds, self.last = source, questions, tuple(kinds), last
+        self.views = source.config.views
         self.held_out = held_out
-        self.words = words_about(source)
+        self.words = words_about(source, many=many)
         self.pieces = self.words.pieces
         self._words = {torch.device("cpu"): self.words}
         self.talk: Any = Replayed(self._talk)
@@ -159,6 +159,13 @@ def turns(question: Tensor, answer: Tensor, valid: Tensor, end: int) -> tuple[Te
 
 
 def talks(
-    source: NamedSource | SceneSource, questions: int, kinds: Sequence[str] = QUESTIONS, last: str | None = None
+    source: NamedSource | SceneSource,
+    questions: int,
+    kinds: Sequence[str] = QUESTIONS,
+    last: str | None = None,
+    *,
+    many: bool = False,
 ) -> Talks:
-    return NamedTalks(source) if isinstance(source, NamedSource) else SceneTalks(source, questions, kinds, last)
+    if isinstance(source, NamedSource):
+        return NamedTalks(source)
+    return SceneTalks(source, questions, kinds, last, many=many)

@@ -35,11 +35,13 @@ class Told:
         return {"__key__": self.key, "png": self.pixels, "txt": self.truth["caption"], "json": self.truth}
 
 
-def words_about(source: SceneSource) -> Words:
+def words_about(source: SceneSource, *, many: bool = False) -> Words:
     """What can be said of a source's scenes, its answers balanced over scenes like these: the last there are, which a
-    run of fewer never reaches. What is never drawn is never asked about: its absence would be known without looking."""
+    run of fewer never reaches. What is never drawn is never asked about: its absence would be known without looking.
+    `many` has more wordings than are usual in training."""
     asked, count = source.config.asked(), source.config.count
-    words = Words.of(source.atlas.table, objects=max(asked.objects[1], asked.slots), sprites=source.rows)
+    most = max(asked.objects[1], asked.slots)
+    words = Words.of(source.atlas.table, objects=most, sprites=source.rows, many=many)
     return balanced(words, source.scenes(torch.arange(count - 1, max(-1, count - 1 - FITTED), -1)))
 
 

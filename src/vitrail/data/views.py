@@ -32,6 +32,8 @@ class ViewsConfig(Config):
     repaint   chance of colours mixed anew, in which only shape is left to go by
     grey      chance
     blur      chance
+    focus     the least and the largest f: what a picture has more than its 3 × 3 blur counts 1 + f times, so that below
+              0 it is softer, at −1 the blur itself, and above 0 sharper
     noise     the strongest, where 1 is all of black to white
     erase     chance that a patch of at most a quarter of the view is one colour
     ground    chance that what is transparent shows another background than white
@@ -48,6 +50,7 @@ class ViewsConfig(Config):
     repaint: float = 0.0
     grey: float = 0.0
     blur: float = 0.0
+    focus: tuple[float, float] = (0.0, 0.0)
     noise: float = 0.0
     erase: float = 0.0
     ground: float = 0.0
@@ -61,6 +64,8 @@ class ViewsConfig(Config):
             raise ConfigError(f"views stretched by {self.stretch:g}", "give 1 … 4")
         if not -2 <= self.gamma[0] <= self.gamma[1] <= 2:
             raise ConfigError(f"gamma = {self.gamma[0]:g} … {self.gamma[1]:g}", "give −2 ≤ least ≤ most ≤ 2")
+        if not -1 <= self.focus[0] <= self.focus[1] <= 2:
+            raise ConfigError(f"focus = {self.focus[0]:g} … {self.focus[1]:g}", "give −1 ≤ least ≤ most ≤ 2")
         for name in ("mirror", "repaint", "grey", "blur", "erase", "ground"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a chance of {getattr(self, name):g}", "give 0 … 1")
@@ -94,6 +99,8 @@ def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
         x = _painted(x, config)
     if config.blur:
         x = _blurred(x, config)
+    if config.focus != (0.0, 0.0):
+        x = _focused(x, config)
     if config.erase:
         x = _erased(x, config)
     if config.noise:
@@ -164,16 +171,20 @@ _YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115,
 _RGB = torch.linalg.inv(_YIQ)
 
 
+def colour_map(saturation: Tensor, turn: Tensor) -> Tensor:
+    """(B,) each → (B, 3, 3): what colours, as they lie about grey, are multiplied by, so that their hue is turned"""
+    cos, sin, zero = saturation * turn.cos(), saturation * turn.sin(), torch.zeros_like(turn)
+    turned = torch.stack([torch.ones_like(zero), zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
+    return _RGB.to(turn) @ turned @ _YIQ.to(turn)
+
+
 def _painted(x: Tensor, config: ViewsConfig) -> Tensor:
     """One 3 × 3 matrix and one offset a picture"""
     B, device, far = len(x), x.device, config.colour
     bright, contrast, saturation, hue = 1 + (torch.rand(4, B, device=device) * 2 - 1) * far
     if config.grey:
         saturation = saturation * ~_hits(B, config.grey, device).flatten()
-    angle = (hue - 1) * math.pi / 4
-    cos, sin, zero = saturation * angle.cos(), saturation * angle.sin(), torch.zeros_like(angle)
-    turned = torch.stack([torch.ones_like(zero), zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(B, 3, 3)
-    matrix = _RGB.to(device) @ turned @ _YIQ.to(device)  # (B, 3, 3)
+    matrix = colour_map(saturation, (hue - 1) * math.pi / 4)  # (B, 3, 3)
     if config.repaint:
         mixture = torch.randn(B, 3, 3, device=device)
         mixture = mixture / mixture.abs().sum(2, keepdim=True)
@@ -195,6 +206,17 @@ def _blurred(x: Tensor, config: ViewsConfig) -> Tensor:
     flat = F.conv2d(flat, kernel[:, None, :, None], groups=B * 3)
     soft = F.conv2d(flat, kernel[:, None, None, :], groups=B * 3).view(B, 3, S, S)
     return torch.where(_hits(B, config.blur, device), soft, x)
+
+
+def _focused(x: Tensor, config: ViewsConfig) -> Tensor:
+    """Softer or sharper, by a binomial blur of three pixels each way"""
+    least, most = config.focus
+    far = least + (most - least) * torch.rand(len(x), 1, 1, 1, device=x.device)
+    soft = F.pad(x, [1] * 4, mode="replicate")
+    for axis in (2, 3):
+        n = soft.shape[axis] - 2
+        soft = (soft.narrow(axis, 0, n) + 2 * soft.narrow(axis, 1, n) + soft.narrow(axis, 2, n)) / 4
+    return (x + far * (x - soft)).clamp(0, 1)
 
 
 def _erased(x: Tensor, config: ViewsConfig) -> Tensor:

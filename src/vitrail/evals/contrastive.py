@@ -17,19 +17,34 @@ from vitrail.processing.preprocessing import Preprocessing
 from vitrail.processing.text import Tokenizer
 
 
+def write_ids(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    frame: tuple[Sequence[int], Sequence[int], int],
+    context: int,
+    *,
+    whole: bool = False,
+) -> tuple[Tensor, int]:
+    """ids (N, L) with what stands before and behind each text and fills it up, and how many texts were cut to fit the
+    context; their ends stay. Filled up to the `whole` of it, or to the longest."""
+    front, back, fill = frame
+    rows, room, cut = [], context - len(front) - len(back), 0
+    for row in tokenizer.encode_batch(texts):
+        cut += len(row) > room
+        rows.append([*front, *row[:room], *back])
+    length = context if whole else max(map(len, rows), default=0)
+    ids = torch.tensor([row + [fill] * (length - len(row)) for row in rows], dtype=torch.int64)
+    return ids.view(len(rows), length), cut
+
+
 def to_ids(texts: Sequence[str], tokenizer: Tokenizer, config: TextConfig) -> tuple[Tensor, int]:
     """ids (N, L), and how many texts were cut because the tower reads no longer ones.
 
     A text ends with its end token, also one that was cut. A tower that reads both ways sees the padding, so its texts
     are filled up to its whole context, as in SigLIP's training; one that reads forwards never does.
     """
-    front, back, fill = frame(tokenizer, config)
-    rows, room, cut = [], config.context - len(front) - len(back), 0
-    for row in tokenizer.encode_batch(texts):
-        cut += len(row) > room
-        rows.append([*front, *row[:room], *back])
-    length = max(map(len, rows), default=0) if config.causal and config.pool != "last" else config.context
-    ids = torch.tensor([row + [fill] * (length - len(row)) for row in rows], dtype=torch.int64).view(len(rows), length)
+    whole = not config.causal or config.pool == "last"
+    ids, cut = write_ids(texts, tokenizer, frame(tokenizer, config), config.context, whole=whole)
     if ids.numel() and int(ids.max()) >= config.vocab:
         raise CheckpointError(
             f"the tokenizer gives id {int(ids.max())}, the text tower has {config.vocab}",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vitrail.errors import ConfigError
 from vitrail.generate.sampling import GREEDY, Sampling
@@ -73,3 +74,28 @@ def answer(
         stop_strings=stop_strings,
         stepper=lambda _decoder, rows, _capacity: Reading(model, seen, rows),
     )
+
+
+@torch.no_grad()
+def likelihoods(
+    model: Unified, seen: Tensor, questions: Sequence[str], answers: Sequence[str], tokenizer: Tokenizer
+) -> Tensor:
+    """(B,): how likely each answer is as the whole of what is said to a question about a picture `seen` (B, h, w, ·):
+    the sum of the logarithms of the probabilities of its tokens and of the end."""
+    if not len(seen) == len(questions) == len(answers):
+        raise ConfigError(
+            f"{len(seen)} pictures, {len(questions)} questions, {len(answers)} answers", "give one of each a row"
+        )
+    if tokenizer.eos is None:
+        raise ConfigError("an answer ends with an end token, and the tokenizer has none", "give the model's own")
+    asked = [[*tokenizer.encode(text), tokenizer.eos] for text in questions]
+    said = [[*tokenizer.encode(text), tokenizer.eos] for text in answers]
+    rows = [torch.tensor(a + b) for a, b in zip(asked, said, strict=True)]
+    ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.eos).to(seen.device)  # (B, n)
+    counts = torch.tensor([len(row) for row in rows], device=ids.device)
+    begins = torch.tensor([len(row) for row in asked], device=ids.device)
+    hidden = model(model.shown(seen), model.words(ids, counts))[:, -ids.shape[1] :]
+    # The token at i is foretold by what is known at i − 1; of every row only those of its answer count.
+    told = model.decoder.logits(hidden[:, :-1]).float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    place = torch.arange(1, ids.shape[1], device=ids.device)
+    return told.masked_fill((place < begins[:, None]) | (place >= counts[:, None]), 0).sum(1)

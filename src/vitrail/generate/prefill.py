@@ -63,7 +63,7 @@ class Looked(NamedTuple):
 def glance(model: VLM, shown: Given) -> Looked | None:
     """Begin to look, if pictures of these shapes were looked at before: a GPU does it while the host lays the prompt
     out, which takes about as long: from here to `CapturedPrefill` nothing may wait for the device."""
-    steps = kept(model.decoder)
+    steps = kept(model.decoder) if _whole(model) else None
     asked = _shapes(shown)
     for found in reversed([] if steps is None else list(steps.prefills.values())):
         if found is not None and found.shapes == asked and found.weights.hold():
@@ -219,8 +219,13 @@ def _fits(model: VLM, streams: Sequence[Stream]) -> bool:
     config = model.config
     return (
         isinstance(model.tower, (ViT, PackedViT))
-        and model.queries is None
+        and _whole(model)
         and isinstance(config.connector, (MergerConfig, ProjectorConfig))
         and model.decoder.trims
         and not any(bool(stream.spans.any()) for stream in streams)
     )
+
+
+def _whole(model: VLM) -> bool:
+    """Whether the decoder reads all that the connector makes of a picture, and goes on seeing it."""
+    return model.queries is None and model.config.reduction is None and not model.config.voco

@@ -45,7 +45,9 @@ class Seeing:
         behind = [int(stream.positions.max()) + 1 for stream in streams]
         shift = [place - len(stream) for place, stream in zip(behind, streams, strict=True)]
         self.captured: Captured | None = None
-        if capacity is not None and max(shift, default=0) <= 0 and capturable(model.decoder, count, capacity):
+        drops = isinstance(model, VLM) and model.voco is not None  # after which positions are ahead of slots
+        behind_all = not drops and max(shift, default=0) <= 0
+        if capacity is not None and behind_all and capturable(model.decoder, count, capacity):
             self.captured = (Compiled if compiled else Captured).of(model.decoder, count, capacity, shift)
         self.cache = model.decoder.cache(count) if self.captured is None else self.captured.cache
         self.next = torch.tensor(behind, device="cpu" if self.captured else device)[:, None]  # (B, 1), of plain steps

@@ -1,4 +1,5 @@
-"""BLIP-2 in transformers' layout: a ViT, whose every token a Q-Former looks at, a projection, and a decoder."""
+"""BLIP-2 in transformers' layout: a ViT, whose every token a Q-Former looks at, a projection, and a decoder. Or, after
+the first stage, words beside the Q-Former's queries, and heads that compare and match."""
 
 from typing import Any
 
@@ -9,9 +10,10 @@ from vitrail.hub.encoders import patch_moves
 from vitrail.hub.family import Family, round_trip
 from vitrail.hub.habit import Habit
 from vitrail.hub.llava import WORDS, family_of, named, part, whole_spelt
-from vitrail.hub.maps import Move, fuse_layer, layer, under, view
+from vitrail.hub.maps import Move, fuse_layer, layer, rename, under, view
 from vitrail.hub.opt import OPT
 from vitrail.hub.towers_vl import activation_name, activation_of, one_size, tower_row, whole
+from vitrail.models.qformer import TextQFormer, TextQFormerConfig
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig
 from vitrail.processing import processors
@@ -42,6 +44,8 @@ QUERIES: About = {
     "layer_norm_eps": 1e-12,
     "cross_attention_frequency": 2,
     "use_qformer_text_input": False,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
 }
 DECODERS = {OPT.name: OPT, **WORDS}
 
@@ -169,6 +173,16 @@ def _mlp_moves(ours: str, up: str, down: str) -> list[Move]:
     return moves + layer(f"{ours}.norm", f"{down}.LayerNorm")
 
 
+def _eye_moves(tower: ViTConfig, queries: QFormerConfig, name: str) -> list[Move]:
+    """Of the tower, the queries, and what looks."""
+    size = (queries.queries, queries.width)
+    return [
+        *under("tower.", "vision_model.", _tower_moves(tower)),
+        view(f"{name}.queries", "query_tokens", size, (1, *size)),
+        *under(f"{name}.", "qformer.", qformer_moves(queries)),
+    ]
+
+
 # ---- the whole --------------------------------------------------------------------------------------------------
 
 
@@ -217,11 +231,8 @@ def _write(config: VLMConfig) -> About:
 def _moves(config: VLMConfig) -> list[Move]:
     queries, words = config.connector, family_of(config.decoder, DECODERS)
     assert isinstance(config.tower, ViTConfig) and isinstance(queries, QFormerConfig)
-    size = (queries.queries, queries.width)
     return [
-        *under("tower.", "vision_model.", _tower_moves(config.tower)),
-        view("connector.queries", "query_tokens", size, (1, *size)),
-        *under("connector.", "qformer.", qformer_moves(queries)),
+        *_eye_moves(config.tower, queries, "connector"),
         *layer("connector.project", "language_projection"),
         *under("decoder.", "language_model.", words.moves(config.decoder)),
     ]
@@ -244,4 +255,54 @@ BLIP2 = Family(
         fixed="<image>",
         chats=False,
     ),
+)
+
+# ---- after the first stage --------------------------------------------------------------------------------------
+
+
+def _read_text(about: About) -> TextQFormerConfig:
+    tower = _read_tower(about.get("vision_config") or {})
+    words = whole(about.get("qformer_config") or {}, QUERIES)
+    return TextQFormerConfig(
+        tower=tower,
+        qformer=_read_queries(about, tower.block.width, about.get("image_text_hidden_size", 256)),
+        vocab=words["vocab_size"],
+        context=words["max_position_embeddings"],
+        prefix=True,
+        log_scale=None,  # which is not kept, nor is the head that writes
+    )
+
+
+def _write_text(config: TextQFormerConfig) -> About:
+    words = {"vocab_size": config.vocab, "max_position_embeddings": config.context}
+    return {
+        "architectures": ["Blip2ForImageTextRetrieval"],
+        "model_type": "blip-2",
+        "vision_config": named(BLIP2_TOWER, config.tower),
+        "qformer_config": _write_queries(config.qformer) | words,
+        "num_query_tokens": config.qformer.queries,
+        "image_text_hidden_size": config.qformer.gives,
+        "image_token_index": None,
+    }
+
+
+def _text_moves(config: TextQFormerConfig) -> list[Move]:
+    return [
+        *_eye_moves(config.tower, config.qformer, "qformer"),
+        rename("embed.weight", "embeddings.word_embeddings.weight"),
+        rename("positions", "embeddings.position_embeddings.weight"),
+        *layer("qformer.project", "vision_projection"),
+        *layer("text_projection", "text_projection"),
+        *layer("matcher", "itm_head"),
+    ]
+
+
+BLIP2_TEXT = Family(
+    "Blip2ForImageTextRetrieval",
+    TextQFormer,
+    _read_text,
+    _write_text,
+    round_trip(_read_text, _write_text),
+    _text_moves,
+    key="architectures",
 )

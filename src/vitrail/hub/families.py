@@ -5,7 +5,7 @@ from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.video import VideoCodec, VideoCodecConfig
 from vitrail.encoders import PackedViT, PackedViTConfig, TiledViT, TiledViTConfig
 from vitrail.hub.autoencoders import AUTOENCODER_KL
-from vitrail.hub.blip2 import BLIP2, BLIP2_TOWER
+from vitrail.hub.blip2 import BLIP2, BLIP2_TEXT, BLIP2_TOWER
 from vitrail.hub.decoders import DECODERS
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
@@ -18,12 +18,14 @@ from vitrail.hub.opt import OPT
 from vitrail.hub.qlip import QLIP as QLIP_FAMILY
 from vitrail.hub.qwen_vl import QWEN_VL
 from vitrail.hub.towers_vl import TOWERS_VL
+from vitrail.models.answered import Answered, AnsweredConfig
 from vitrail.models.detector import Detector, DetectorConfig
 from vitrail.models.dino import Dino, DinoConfig
 from vitrail.models.genie import Genie, GenieConfig
 from vitrail.models.latent_actions import LatentActions, LatentActionsConfig
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
 from vitrail.models.masked import Masked, MaskedConfig
+from vitrail.models.qformer import TextQFormer, TextQFormerConfig
 from vitrail.models.qlip import QLIP, QLIPConfig, TaughtCodec, TaughtCodecConfig
 from vitrail.models.unified import Unified, UnifiedConfig
 from vitrail.models.vlm import VLM, VLMConfig
@@ -34,6 +36,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "detector": (DetectorConfig, Detector),
     "masked": (MaskedConfig, Masked),
     "qlip": (QLIPConfig, QLIP),
+    "text-qformer": (TextQFormerConfig, TextQFormer),
     "taught-codec": (TaughtCodecConfig, TaughtCodec),
     "dino": (DinoConfig, Dino),
     "unified": (UnifiedConfig, Unified),
@@ -41,6 +44,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "video-codec": (VideoCodecConfig, VideoCodec),
     "latent-actions": (LatentActionsConfig, LatentActions),
     "vlm": (VLMConfig, VLM),
+    "answered-vlm": (AnsweredConfig, Answered),
     "looking-vlm": (LookingVLMConfig, LookingVLM),
     "packed_vit": (PackedViTConfig, PackedViT),
     "tiled_vit": (TiledViTConfig, TiledViT),
@@ -52,7 +56,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(*DECODERS, OPT, *ENCODERS, *TOWERS_VL, BLIP2_TOWER, *LLAVA, *QWEN_VL, MLLAMA, IDEFICS, BLIP2, INTERNVL),
-        *(EVA02, AUTOENCODER_KL, QLIP_FAMILY),
+        *(BLIP2_TEXT, EVA02, AUTOENCODER_KL, QLIP_FAMILY),
     )
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

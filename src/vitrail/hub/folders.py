@@ -112,6 +112,13 @@ def to_hf(
             "no Hugging Face family adds learned places to its tower's features (model.config.place)",
             "keep it in our format (hub.save), or train it without",
         )
+    left = {"reduce": "leaves out tokens of a picture", "voco": "has tokens stand for a picture"}
+    for key, what in left.items():
+        if getattr(model.config, key, None):
+            raise CheckpointError(
+                f"no Hugging Face family {what} (model.config.{key})",
+                "keep it in our format (hub.save)" + (", or write model.reduced(None)" if key == "reduce" else ""),
+            )
     rows = {name: row for name, row in FAMILIES.items() if row.model is type(model) and row.fits(model.config)}
     if family is not None and family not in rows:
         raise CheckpointError(

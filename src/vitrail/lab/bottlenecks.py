@@ -131,7 +131,7 @@ def _seen(model: VLM | LookingVLM, picture: Tensor) -> Iterator[Bottleneck]:
         image = Image.fromarray(picture.permute(1, 2, 0).cpu().numpy())
         if isinstance(model, VLM):
             shown = model.prepare([image])
-            stream = build([model.config.part(shown.shapes[0])], model.config.rules)
+            stream = build(model.config.parts(shown.shapes[0]), model.config.rules)
             last = model.hidden(pack([stream], len(stream)), shown)[0]
         else:
             last = model.look(model.prepare([image]))[0]

@@ -7,17 +7,21 @@ each. All runs are asked the same.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.evals.shares import Share
 from vitrail.lab.scaling import Law, fit
 from vitrail.lab.scores import Column
 from vitrail.lab.student import half_width
 
 LEAST = 3  # numbers of tokens that a law needs
+Z = 1.959964  # an interval of 95 %, where values are many
 
 
 class Point(Config):
@@ -39,6 +43,10 @@ class Point(Config):
                 f"{self.blind:g} blindly",
                 "a score is a share of a question or more, with a token or more",
             )
+
+    @property
+    def share(self) -> Share:
+        return Share(round(self.value * self.of), self.of)
 
     @property
     def above(self) -> float:
@@ -128,6 +136,41 @@ def steeper(
     return Contrast(value=ratio.alpha, low=low, high=high, of=len(found.n), over="numbers of tokens")
 
 
+class Asked(NamedTuple):
+    """One kind's questions, each asked with every number of tokens, and what reading them alone would have."""
+
+    hits: Mapping[int, Sequence[bool]]
+    blind: float
+
+    def told(self, tokens: int) -> bool:
+        """Whether the score is above the guess by its interval."""
+        return Share(sum(self.hits[tokens]), len(self.hits[tokens])).interval[0] > self.blind
+
+
+def steeper_by_questions(ours: Asked, theirs: Asked) -> Contrast | None:
+    """α of one kind less α of another, both of scores above chance, with the interval that other questions would give.
+
+    The numbers of tokens are as they are, and need lie on no law. Those at which both kinds are told from a guess are
+    taken; None of fewer than three. A slope is a sum of logarithms of shares: to first order each question moves it by
+    an amount of its own, and its variance is the sum of their squares. No two questions are of one scene."""
+    tokens = [n for n in ours.hits if n in theirs.hits and ours.told(n) and theirs.told(n)]
+    if len(tokens) < LEAST:
+        return None
+    (a, moves), (b, others) = (_slope(one, tokens) for one in (ours, theirs))
+    value, half = b - a, Z * math.sqrt(float(moves @ moves + others @ others))  # α is the slope's negative
+    over = f"questions, {', '.join(map(str, tokens))} tokens"
+    return Contrast(value=value, low=value - half, high=value + half, of=len(moves) + len(others), over=over)
+
+
+def _slope(asked: Asked, tokens: Sequence[int]) -> tuple[float, np.ndarray]:
+    """Of ln(score above chance) over ln n, by least squares; and by how much each question (Q,) moves it."""
+    hits = np.array([asked.hits[n] for n in tokens], dtype=float)  # (T, Q)
+    share, x = hits.mean(1), np.log(tokens)
+    weight = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    moves = (weight / (share - asked.blind)) @ (hits - share[:, None]) / hits.shape[1]
+    return float(weight @ np.log(share - asked.blind)), moves
+
+
 def _means(values: dict[tuple[int, int], float]) -> Column:
     """(tokens, seed) → a value; geometric means by tokens, of those where all are positive"""
     by: dict[int, list[float]] = {}
@@ -168,12 +211,15 @@ def _gains(points: Sequence[Point], way: str, over: str, kind: str) -> dict[tupl
 
 
 class Line(NamedTuple):
-    """A kind of question in one way: tokens → the mean over seeds, and its law where there is one."""
+    """A kind of question in one way: tokens → the mean over seeds, and its law where there is one. `within` is the most
+    that a run's share lies from an end of its interval over questions."""
 
     kind: str
     way: str
     means: dict[int, float]
     law: Law | None
+    blind: float
+    within: float
 
     @property
     def alpha(self) -> str:
@@ -188,11 +234,14 @@ def lines(points: Sequence[Point]) -> list[Line]:
     found = []
     for kind in kinds:
         for way in ways:
-            by: dict[int, list[float]] = {}
-            for (n, _), point in scores(points, way, kind).items():
+            there, by = scores(points, way, kind), dict[int, list[float]]()
+            for (n, _), point in there.items():
                 by.setdefault(n, []).append(point.value)
             if by:
-                found.append(Line(kind, way, {n: mean(some) for n, some in by.items()}, law(points, way, kind)))
+                means = {n: mean(some) for n, some in by.items()}
+                blind = mean(point.blind for point in there.values())
+                within = max(abs(end - p.value) for p in there.values() for end in p.share.interval)
+                found.append(Line(kind, way, means, law(points, way, kind), blind, within))
     return found
 
 

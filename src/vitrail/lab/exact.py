@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import PrefixConfig
 from vitrail.data.named import NamedSource
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.talks import NamedTalks, SceneTalks, Talks
 from vitrail.data.views import PLAIN, views
-from vitrail.data.words import ask, baselines
+from vitrail.data.words import DRAFTS, ask, baselines
 from vitrail.errors import ConfigError
 from vitrail.evals.shares import Score, Share
 from vitrail.models.rows import policy_of
@@ -32,8 +33,9 @@ Look = Callable[[Tensor, Tensor], Tensor]
 """pixels (B, C, S, S) and the questions' ids (B, T), −1 where padded → soft tokens (B, M, W)"""
 
 NAMING = "naming"  # “what is this?”, of named pictures: a question that points at nothing in them
-DRAWN = 256  # pictures at a time
+LEAST, DRAWN = 64, 256  # pictures at a time, at least and at most
 PATIENCE = 200  # times without enough questions of a kind before it is given up
+APART = 2**22  # numbers of scenes from one kind to the next
 GUESSED = 8192  # scenes that what can be had without looking is fitted to and tested on
 
 
@@ -44,6 +46,11 @@ class Sheet(NamedTuple):
     ids: Tensor  # (N, L) question, end, answer
     targets: Tensor  # (N, L) what each token should be followed by, where that is asked for
     asked: Tensor  # (N, L) the question, −1 elsewhere
+
+    def some(self, rows: slice) -> "Sheet":
+        """These questions, as long as their longest."""
+        last = int((self.targets[rows] != IGNORED).any(0).nonzero().max()) + 1
+        return Sheet(self.pixels[rows], *(x[rows, :last] for x in self[1:]))
 
 
 class Exam:
@@ -69,19 +76,21 @@ class Exam:
         self.lead = lead if lead == [words.bos] else []
         talks: dict[str, Talks] = {kind: SceneTalks(scenes, 1, (kind,)) for kind in kinds}
         teller = Teller(talks | ({} if named is None else {NAMING: NamedTalks(named)}), words, words.eos, length)
-        self.sheets = {kind: self._scenes(teller, kind) for kind in kinds}
+        # Each kind has scenes of its own, so that no two questions are of one.
+        self.sheets = {kind: self._scenes(teller, kind, list(DRAFTS).index(kind) * APART) for kind in kinds}
         self.beside = {kind: _blind(scenes, talks[kind], kind) for kind in kinds}
         if named is not None:
             self.sheets[NAMING] = self._named(teller, named)
             self.beside[NAMING] = _commonest(self.sheets[NAMING])
 
-    def _scenes(self, teller: Teller, kind: str) -> Sheet:
+    def _scenes(self, teller: Teller, kind: str, start: int) -> Sheet:
         parts: list[Sheet] = []
-        for first in range(0, (PATIENCE + self.count) * DRAWN, DRAWN):
-            parts.append(self._sheet(teller, kind, torch.arange(first, first + DRAWN, device=self.device)))
+        at_once = min(DRAWN, max(self.count, LEAST))
+        for first in range(start, start + (PATIENCE + self.count) * at_once, at_once):
+            parts.append(self._sheet(teller, kind, torch.arange(first, first + at_once, device=self.device)))
             if sum(len(part.ids) for part in parts) >= self.count:
                 return _joined(parts, self.count)
-            if first >= PATIENCE * DRAWN and not any(len(part.ids) for part in parts):
+            if first >= start + PATIENCE * at_once and not any(len(part.ids) for part in parts):
                 break
         raise ConfigError(f"scenes hardly ever admit a question of kind {kind!r}", "leave the kind out")
 
@@ -110,13 +119,17 @@ class Exam:
         return found
 
     def _right(self, model: VLM, look: Look, sheet: Sheet) -> Tensor:
-        """(B,) whether all of the answer is the likeliest"""
         hidden = read(model, self.lead, look(shown(model, sheet.pixels), sheet.asked), sheet.ids)
-        learnt = sheet.targets != IGNORED
-        wrong = torch.zeros_like(learnt)
-        logits = model.decoder.logits(hidden[learnt])[:, : self.size]  # what the tokenizer lacks is never said
-        wrong[learnt] = logits.argmax(-1) != sheet.targets[learnt]
-        return ~wrong.any(1)
+        return right(model.decoder, hidden, sheet.targets, self.size)
+
+
+def right(decoder: Decoder, hidden: Tensor, targets: Tensor, size: int) -> Tensor:
+    """hidden (B, L, W), targets (B, L) → (B,) whether all of each answer is the likeliest; what the tokenizer, of so
+    many tokens, lacks is never said"""
+    learnt = targets != IGNORED
+    wrong = torch.zeros_like(learnt)
+    wrong[learnt] = decoder.logits(hidden[learnt])[:, :size].argmax(-1) != targets[learnt]
+    return ~wrong.any(1)
 
 
 def shown(model: VLM, pixels: Tensor) -> Tensor:
@@ -132,9 +145,10 @@ def read(model: VLM, lead: Sequence[int], soft: Tensor, ids: Tensor) -> Tensor:
     soft tokens"""
     config = model.config
     plain = config.decoder.rotary.layout == "1d" and isinstance(config.decoder.fusion, PrefixConfig)
-    if not plain or config.rules.both:
+    if not plain or config.rules.both or config.voco:
         raise ConfigError(
-            "pictures that are more than tokens in a causal row", "use a decoder without fusion, and rules without both"
+            "pictures that are more than tokens in a causal row",
+            "use a decoder without fusion, and a model without voco and rules.both",
         )
     embed = model.decoder.embed
     before = embed(torch.tensor(lead, dtype=torch.long, device=ids.device).expand(len(ids), -1))
@@ -145,10 +159,10 @@ def read(model: VLM, lead: Sequence[int], soft: Tensor, ids: Tensor) -> Tensor:
 
 def look_of(model: VLM) -> Look:
     """How the model itself looks."""
-    laid = model.config.laid(only_view(policy_of(model), 1, 1).grid)
+    policy_of(model)  # refuses pictures of unequal numbers of tokens
 
     def look(pixels: Tensor, asked: Tensor) -> Tensor:
-        soft = model.connector(model.features(pixels), laid)
+        soft = model.soft(pixels)
         return soft if model.queries is None else model.queries(soft, None, [asked])
 
     return look

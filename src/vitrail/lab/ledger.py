@@ -3,7 +3,7 @@
 The model is built on the meta device and walked by `vitrail.nn.cost`, so 235B parameters cost no memory. FLOPs are
 those of matrix products, a multiply-add counted as two; bytes are the weights a pass must read, each once, and the
 keys and values it reads or writes. A time is a floor: at the device's rates nothing can be faster. Of a vision-language
-model the tower and the connector are counted, in sum and each by itself.
+model, or of one that reads and draws, the tower and the connector are counted, in sum and each by itself.
 """
 
 import bisect
@@ -23,16 +23,19 @@ from vitrail.config import Config
 from vitrail.encoders import Conv, ConvConfig, TextConfig, TextTower, Towers, TowersConfig, ViT, ViTConfig
 from vitrail.encoders.presets import TEXTS, TOWERS, VITS
 from vitrail.errors import ConfigError, nearest
+from vitrail.lab.parts import Playing, Reading
 from vitrail.models.clip import Contrastive, ContrastiveConfig
+from vitrail.models.genie import GenieConfig
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
 from vitrail.models.presets import SYSTEMS
 from vitrail.models.seeing import Leg
+from vitrail.models.unified import UnifiedConfig
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import Work, cost
 from vitrail.nn.mlp import Experts
 
 Row = TypeVar("Row")
-Reads = Literal["prompt", "picture", "text", "pair", "question"]
+Reads = Literal["prompt", "picture", "text", "pair", "question", "video"]
 
 LENGTHS = (8_192, 32_768, 262_144)
 """Contexts that a ledger shows cache and decoding at."""
@@ -118,7 +121,8 @@ class Part(Config):
 class Ledger(Config):
     """What one model costs.
 
-    row      what a pass reads: a prompt, a picture, a text, a pair of the last two, or a question: pictures and words
+    row      what a pass reads: a prompt, a picture, a text, a pair of the last two, a question (pictures and words), or
+             a video as long as a world's memory, of which its dynamics are counted
     active   parameters that a token meets: all but the experts it does not use
     tokens   of a row; of a picture the patches
     forward  FLOPs of a pass over one row; a prompt or a question is asked for the logits of its last token
@@ -174,14 +178,21 @@ KINDS: dict[type[Config], Kind] = {
     TowersConfig:      Kind(Towers, "picture", lambda c, g: _patches(c),
                             lambda m, g, b: Work.full(_patches(m.config), b)),
     TextConfig:        Kind(TextTower, "text", lambda c, g: c.context, lambda m, g, b: m.work(b)),
-    CodecConfig:       Kind(Codec, "picture", lambda c, g: math.prod(c.net.size) // c.net.factor**2,
-                            lambda m, g, b: m.work(b)),
+    CodecConfig:       Kind(Codec, "picture", lambda c, g: _codes(c), lambda m, g, b: m.work(b)),
     ContrastiveConfig: Kind(Contrastive, "pair", lambda c, g: c.image.side**2, lambda m, g, b: m.work(b)),
     VLMConfig:         Kind(VLM, "question", lambda c, g: g.words + sum(c.tokens(c.policy.cut(*s)) for s in g.sizes),
-                            lambda m, g, b: m.work(g.sizes, g.words, b), lambda m, g, n, b: Work.decode(n, b)),
+                            lambda m, g, b: m.work(g.sizes, g.words, b), lambda m, g, n, b: m.step(n, g.sizes, b)),
+    UnifiedConfig:     Kind(Reading, "question", lambda c, g: g.words + len(g.sizes) * (1 + _codes(c.codec)),
+                            lambda m, g, b: m.work(len(g.sizes), g.words, b), lambda m, g, n, b: Work.decode(n, b)),
     LookingVLMConfig:  Kind(LookingVLM, "question", lambda c, g: g.words + len(g.sizes),
                             lambda m, g, b: m.work(g.sizes, g.words, b), lambda m, g, n, b: m.step(n, g.sizes, b)),
+    GenieConfig:       Kind(Playing, "video", lambda c, g: c.dynamics.transformer.memory * math.prod(c.codec.grid),
+                            lambda m, g, b: m.work(b)),
 }  # fmt: skip
+
+
+def _codes(config: CodecConfig) -> int:
+    return math.prod(config.net.size) // config.net.factor**2
 
 
 def _patches(config: TowersConfig) -> int:
@@ -298,7 +309,7 @@ def turning(
 
 
 def _legs(model: nn.Module, work: Work) -> dict[str, Leg]:
-    return model.legs(work) if isinstance(model, VLM | LookingVLM) else {}
+    return model.legs(work) if isinstance(model, VLM | LookingVLM | Reading | Playing) else {}
 
 
 def _part(leg: Leg) -> Part:

@@ -169,7 +169,7 @@ def _asking(model: VLM, given: Given, batch: int) -> Trial:
     (height, width), n = given.sizes[0], given.words
     shown = model.prepare([Image.new("RGB", (width, height), (90, 120, 150))] * batch)
     half = [1 + i % 7 for i in range(n)]
-    parts = [[model.config.part(shape), words(half)] for shape in shown.shapes]
+    parts = [[*model.config.parts(shape), words(half)] for shape in shown.shapes]
     streams = [build(each, model.config.rules) for each in parts]
     rows = pack(streams, len(streams[0]))
 

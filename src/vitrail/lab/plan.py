@@ -15,6 +15,7 @@ from vitrail.connectors.fused import FusedConfig
 from vitrail.errors import ConfigError
 from vitrail.lab.ledger import DEVICES, DTYPES, ledger, named, time_floor
 from vitrail.lab.scaling import Law
+from vitrail.models.unified import UnifiedConfig
 from vitrail.models.vlm_config import VLMConfig
 from vitrail.nn import Work, cost
 
@@ -94,14 +95,14 @@ def pricer(
     floor of one device.
 
     Of a vision-language model the tower and the connector cost what they cost for a `picture` of that size (height,
-    width), whatever is kept of it; queries that are fused with the question are as many as the tokens. A decoder is
-    priced alone.
+    width), of one that reads and draws for one of its own, whatever is kept of it; queries that are fused with the
+    question are as many as the tokens. A decoder is priced alone.
     """
     config = named(system) if isinstance(system, str) else system
-    if not isinstance(config, DecoderConfig | VLMConfig):
+    if not isinstance(config, DecoderConfig | VLMConfig | UnifiedConfig):
         raise ConfigError(
             f"{system if isinstance(system, str) else type(config).__name__} reads no picture's tokens in its stream",
-            "name a decoder, or a vision-language model whose pictures become tokens",
+            "name a decoder, or a model whose pictures become tokens",
         )
     if answer < 1:
         raise ConfigError(f"an answer of {answer} tokens", "give at least one")
@@ -111,6 +112,9 @@ def pricer(
     with torch.device("meta"):
         decoder = Decoder(reads).to(DTYPES[dtype])
     at = DEVICES[device]
+    # A unified model's picture is led by a mark, and is read both ways, as it is by some vision-language models.
+    mark = int(isinstance(config, UnifiedConfig))
+    both = bool(mark) or (isinstance(config, VLMConfig) and "image" in config.rules.both)
 
     @cache
     def price(tokens: int) -> Price:
@@ -118,15 +122,16 @@ def pricer(
         if isinstance(config, VLMConfig) and isinstance(config.queries, FusedConfig):
             found = ledger(config.with_(queries=config.queries.with_(first=tokens, later=None)), **given)
         sees = [part for part in found.parts if part != "decoder"]
-        prompt = Work.prefill(words + tokens, batch).with_(context=batch * tokens)
-        if isinstance(config, VLMConfig) and "image" in config.rules.both:
-            prompt = prompt.with_(pairs=prompt.pairs + batch * tokens * (tokens - 1) // 2)
+        seen = mark + tokens
+        prompt = Work.prefill(words + seen, batch).with_(context=batch * seen)
+        if both:
+            prompt = prompt.with_(pairs=prompt.pairs + batch * seen * (seen - 1) // 2)
         first = sum(found.floors[0].parts[part].floor for part in sees) + time_floor(decoder, prompt, at).floor
         flops = batch * sum(found.parts[part].forward for part in sees) + cost.flops(decoder, prompt)
         seconds, held = first, cost.bytes(decoder, prompt).cache
         if answer > 1:
             # The prompt gives the first token. Work grows evenly with each of the others, so that two stand for all.
-            steps = [Work.decode(words + tokens + n, batch) for n in (1, answer - 1)]
+            steps = [Work.decode(words + seen + n, batch) for n in (1, answer - 1)]
             flops += (answer - 1) * sum(cost.flops(decoder, step) for step in steps) // 2
             seconds += (answer - 1) * sum(time_floor(decoder, step, at).floor for step in steps) / 2
             held = cost.bytes(decoder, steps[1]).cache

@@ -1,15 +1,17 @@
-"""Fewer tokens of a trained model's tower, without training it again: pruned, zipped or pooled before its connector.
+"""Fewer tokens of a trained model's tower, without training it again: pruned, zipped, pooled, or by lot, before its
+connector.
 
 B pictures, N patches, X prefix tokens, D width of the tower, H heads, C channels of a head, n tokens that are left
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.connectors.reduce import Looks, visionzip, vispruner
+from vitrail.connectors.reduce import CONTEXTUAL, Looks, Reduced, looks, pooled, visionzip, vispruner
 from vitrail.encoders.depth import depth_of
 from vitrail.encoders.vit import ViT
 from vitrail.errors import ConfigError
@@ -20,42 +22,50 @@ from vitrail.nn import Block
 from vitrail.processing.fit import only_view
 from vitrail.processing.grid import Grid
 
-Reduce = Callable[[Tensor, Looks, Grid, int], Tensor]
-CONTEXTUAL = 10  # of VisionZip's tokens, as published; half of them where they are fewer than twice as many
+
+class Kept(NamedTuple):
+    """What is left of a picture."""
+
+    tokens: Tensor  # (B, n, D)
+    places: Tensor  # (B, n, N) where each stands among the patches: shares that add up to 1
+
+
+Reduce = Callable[[Tensor, Looks, Grid, int], Kept]
+"""features (B, N, D), how they are looked at, their grid, n → what is left"""
 
 
 def received(block: Block, tokens: Tensor, prefix: int = 0) -> Looks:
     """How much all tokens (B, X + N, D) that enter a tower's block look at each patch: what stands for the looks of CLS
-    where a tower has none (VisionZip's way)."""
-    config, residual = block.config.attention, block.branches["self"]
-    op: Any = residual.op  # pyrefly: ignore
-    if config.bias == "all_but_k" or config.qk_norm_over != "head":
-        raise ConfigError("looks are read where queries and keys are one linear layer", "use another tower")
-    H, G, C = config.heads, config.groups, config.channels(block.config.width)
-    x: Any = residual.norm(tokens) if residual.norm_at == "before" else tokens  # pyrefly: ignore
-    q, k, _ = op.qkv(x).unflatten(-1, (-1, C)).split([H, G, G], dim=-2)
-    q, k = op.q_norm(q), op.k_norm(k)
-    every = k.repeat_interleave(H // G, dim=2)
-    seen = (q.transpose(1, 2).float() @ every.permute(0, 2, 3, 1).float() * C**-0.5).softmax(-1)  # (B, H, ·, X + N)
-    return Looks(seen.mean((1, 2))[:, prefix:], k[:, prefix:].mean(2))
+    where a tower has none (VisPruner's way with SigLIP)."""
+    return looks(block, tokens, prefix, cls=False)
 
 
-def pooled(features: Tensor, grid: Grid, keep: int) -> Tensor:
-    """(B, N, D) → (B, n, D): means over equal cells, as square as n allows."""
-    rows = max(side for side in range(1, keep + 1) if keep % side == 0 and side * side <= keep)
-    columns = keep // rows
-    if rows > grid.h or columns > grid.w:
-        raise ConfigError(f"{rows} × {columns} cells of {grid.h} × {grid.w} patches", "ask for fewer tokens")
-    lattice = features.mT.unflatten(2, (grid.h, grid.w))
-    return F.adaptive_avg_pool2d(lattice, (rows, columns)).flatten(2).mT
+def _by_lot(looks: Looks, keep: int) -> Tensor:
+    """(B, n) places in their order, the same lot in every call."""
+    lot = torch.rand(looks.scores.shape, generator=torch.Generator().manual_seed(0))
+    return lot.argsort(1)[:, :keep].sort(1).values.to(looks.scores.device)
+
+
+def _chosen(found: Reduced, features: Tensor) -> Kept:
+    return Kept(found.tokens, F.one_hot(found.index, features.shape[1]).to(features.dtype))
+
+
+def _taken(features: Tensor, index: Tensor) -> Kept:
+    return _chosen(Reduced(features.gather(1, index[..., None].expand(-1, -1, features.shape[-1])), index), features)
+
+
+def _cells(features: Tensor, grid: Grid, keep: int) -> Kept:
+    every = torch.eye(grid.patches, dtype=features.dtype, device=features.device)[None]
+    return Kept(pooled(features, grid, keep), pooled(every, grid, keep).expand(len(features), -1, -1))
 
 
 REDUCTIONS: dict[str, Reduce] = {
-    "VisPruner": lambda x, looks, grid, keep: vispruner(x, looks.scores, keep).tokens,
-    "VisionZip": lambda x, looks, grid, keep: (
-        visionzip(x, looks.scores, keep, min(CONTEXTUAL, keep // 2), looks.keys).tokens
+    "VisPruner": lambda x, looks, grid, keep: _chosen(vispruner(x, looks.scores, keep), x),
+    "VisionZip": lambda x, looks, grid, keep: _chosen(
+        visionzip(x, looks.scores, keep, min(CONTEXTUAL, keep // 2), looks.keys), x
     ),
-    "pooling": lambda x, looks, grid, keep: pooled(x, grid, keep),
+    "pooling": lambda x, looks, grid, keep: _cells(x, grid, keep),
+    "random": lambda x, looks, grid, keep: _taken(x, _by_lot(looks, keep)),
 }
 
 
@@ -81,6 +91,6 @@ def reduced_look(model: VLM, name: str, keep: int) -> Look:
 
     def look(pixels: Tensor, asked: Tensor) -> Tensor:
         looks = received(tower.blocks[depth - 1], tower.tokens(pixels, layer=depth - 1), prefix)  # pyrefly: ignore
-        return model.connector(reduce(model.features(pixels), looks, grid, keep), keep)
+        return model.connector(reduce(model.features(pixels), looks, grid, keep).tokens, keep)
 
     return look

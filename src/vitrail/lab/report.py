@@ -33,7 +33,7 @@ PARTS: dict[str, Part] = {
     "experiment": Part(
         "How many tokens models of ours need",
         report_measured.experiment,
-        "vitrail scaling run --out out/scaling, and out/scaling/scaling.json kept in results",
+        "vitrail scaling run --out out/scaling, or scaling fewer mini, and scaling.json of that folder kept in results",
     ),
     "divergence": Part(
         "Divergence",

@@ -76,7 +76,7 @@ def _score(one: Estimate | None) -> str:
 
 @each("experiment")
 def experiment(file: Path, data: Any) -> list[str]:
-    """Runs of `vitrail scaling run`: mean scores by kind and way, the laws' exponents, and what they answer."""
+    """Runs of `vitrail scaling run` or `fewer`: mean scores by kind and way, the laws' exponents, what they answer."""
     points = [Point.read(one) for one in data["scores"]]
     about, counts, found = data.get("origin", {}), sorted({p.tokens for p in points}), lines(points)
     rows = [
@@ -84,22 +84,25 @@ def experiment(file: Path, data: Any) -> list[str]:
             line.kind,
             line.way,
             *(Number(f"{line.means[n]:.1%}", line.means[n]) if n in line.means else "–" for n in counts),
+            Number(f"{line.within:.1%}", line.within),
+            Number(f"{line.blind:.1%}", line.blind),
             line.alpha if line.law is None else Number(line.alpha, line.law.alpha),
         ]
         for line in found
     ]
     answers = [[name, *_answer(one)] for name, one in data["contrasts"].items()]
-    title = f"{file.stem}: share of questions answered over visual tokens"
+    means = ", means over seeds" * (len({p.seed for p in points}) > 1)
+    title = f"{file.stem}: share of questions answered over visual tokens{means}"
     return [
         drawing(
-            draw_ways(panels(found), "How many visual tokens", "share of questions answered, mean over seeds"),
+            draw_ways(panels(found), "How many visual tokens", f"share of questions answered{means}"),
             "A panel a kind of question: the share answered over visual tokens, a line a way to make them",
             caption(title, about, file),
         ),
         table(
-            ("kind", "way", *(f"{n} tokens" for n in counts), "α"),
+            ("kind", "way", *(f"{n} tokens" for n in counts), "±, over questions", "blind", "α"),
             rows,
-            caption(f"{title}, means over seeds", about, file),
+            caption(title, about, file),
         ),
         table(
             ("question", "answer", "of", "verdict"), answers, caption(f"{file.stem}: what the runs answer", about, file)

@@ -22,6 +22,7 @@ from vitrail.codecs.tower import CodesTowerConfig
 from vitrail.codecs.vit import ViTPairConfig
 from vitrail.connectors import AnyConnectorConfig, ConvMergerConfig, FusedConfig, MergerConfig, ProjectorConfig
 from vitrail.connectors.presets import PRESETS as CONNECTORS
+from vitrail.connectors.reduce import VisionZipConfig, VisPrunerConfig
 from vitrail.encoders.presets import PACKED, SIZES, TILED, TOWERS, VITS
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError, nearest
@@ -116,6 +117,11 @@ def _internvl3(decoder: str) -> VLMConfig:
     return VLMConfig(
         tower=tower, connector=connector, decoder=words, policy=Tiles(), mean=norm.mean, std=norm.std, rules=rules
     )
+
+
+def _fewer(**more: Any) -> VLMConfig:
+    """LLaVA-1.5-7B with fewer tokens of a picture, or with one that stands for it."""
+    return _llava("clip-l14-336", "llava-1.5-7b", "llama-2-7b", cast(AnyPolicy, POLICIES["llava-1.5"]), **more)
 
 
 def _prismatic(decoder: str) -> VLMConfig:
@@ -251,6 +257,9 @@ def _openflamingo(decoder: str) -> LookingVLMConfig:
 VLMS: dict[str, VLMConfig] = {
     "llava-1.0":      _llava("clip-l14",     "llava-7b",      "llama-2-7b",  Crop(size=224)),
     "llava-1.5-7b":   _llava("clip-l14-336", "llava-1.5-7b",  "llama-2-7b",  cast(AnyPolicy, POLICIES["llava-1.5"])),
+    "llava-1.5-vispruner-64": _fewer(reduce=VisPrunerConfig(keep=64)),
+    "llava-1.5-visionzip-64": _fewer(reduce=VisionZipConfig(keep=64)),
+    "voco-llama-7b":  _fewer(voco=1),
     "llava-1.5-13b":  _llava("clip-l14-336", "llava-1.5-13b", "llama-2-13b", cast(AnyPolicy, POLICIES["llava-1.5"])),
     "llava-1.5-qlip":       _llava_qlip("qlip-l14-392", "llama-2-7b", layer=-2),
     "llava-1.5-qlip-last":  _llava_qlip("qlip-l14-392", "llama-2-7b", layer=-1),

@@ -20,12 +20,14 @@ class Leg(NamedTuple):
 
     spared  what of these the pass leaves alone
     loose   learned vectors that are no module
+    beside  operations of the pass that are no module's
     """
 
     modules: Sequence[nn.Module]
     work: Work | None
     spared: Sequence[nn.Module] = ()
     loose: Sequence[nn.Parameter] = ()
+    beside: int = 0
 
     @property
     def parameters(self) -> int:
@@ -37,7 +39,8 @@ class Leg(NamedTuple):
         work = self.work
         if work is None:
             return 0
-        return sum(cost.flops(one, work) for one in self.modules) - sum(cost.flops(one, work) for one in self.spared)
+        spared = sum(cost.flops(one, work) for one in self.spared)
+        return sum(cost.flops(one, work) for one in self.modules) - spared + self.beside
 
     @property
     def bytes(self) -> cost.Bytes:
@@ -71,10 +74,13 @@ def make_legs(
     layer: int | None = None,
     loose: Sequence[nn.Parameter] = (),
     queries: nn.Module | None = None,
+    choosing: int = 0,
 ) -> dict[str, Leg]:
-    """The parts of a model that reads its tower at `layer`. Work without looks runs the decoder alone."""
+    """The parts of a model that reads its tower at `layer`. Work without looks runs the decoder alone. `choosing` are
+    operations by which it is found out what of a view's features goes on."""
     seen, soft, fused = (*(work.looks if isinstance(work, SeeingWork) else ()), None, None, None)[:3]
-    legs = {"tower": Leg([tower], seen, _spared(tower, layer))}
+    chosen = 0 if seen is None else seen.rows * choosing
+    legs = {"tower": Leg([tower], seen, _spared(tower, layer), beside=chosen)}
     if connectors:
         legs["connector"] = Leg(connectors, soft, loose=loose)
     if queries is not None:

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from vitrail.errors import TextError
 from vitrail.models.vlm_config import Shape, VLMConfig
-from vitrail.processing.chat import Chat, ChatTemplate
+from vitrail.processing.chat import Chat, ChatTemplate, Message
 from vitrail.processing.templates import settled
 from vitrail.processing.text import Tokenizer
 from vitrail.stream import Part, words
@@ -28,19 +31,80 @@ def begun(chat: Chat, tokenizer: Tokenizer, mark: int) -> Chat:
     return chat._replace(ids=lead + chat.ids, loss=[False, *chat.loss])
 
 
-def laid(chat: Chat, shapes: Sequence[Shape], config: VLMConfig, speech: Speech) -> list[Part]:
-    """The parts of a conversation: words with their loss, and a picture for each mark."""
+class Asked(NamedTuple):
+    """A conversation of questions that queries are fused with."""
+
+    messages: list[Message]  # with a place for each group of queries
+    places: list[tuple[int, int]]  # of each in turn: which picture it is of, and which of the questions about that
+    questions: list[list[str]]  # about each picture
+
+    def until(self, places: int) -> "Asked":
+        """As far as the first so many places go."""
+        kept = self.places[:places]
+        pictures = {picture for picture, _ in kept}
+        counts = [sum(picture == p for picture, _ in kept) for p in sorted(pictures)]
+        asked = [own[:n] for own, n in zip(self.questions, counts, strict=False)]
+        return Asked(self.messages, kept, asked)
+
+
+def asked_of(messages: Sequence[Message]) -> Asked:
+    """Whoever asks something asks it of every picture shown so far: before each question there is a place for what is
+    fused with it of the pictures before, and new ones have theirs where they are shown."""
+    said: list[Message] = []
+    places: list[tuple[int, int]] = []
+    questions: list[list[str]] = []
+    for number, message in enumerate(messages):
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        new = sum(part["type"] == "image" for part in parts)
+        if message["role"] != "user":
+            if new:
+                raise TextError(
+                    f"messages[{number}] shows a picture that nobody asks about, and queries are fused with questions",
+                    "show it in a turn of the user",
+                )
+            said.append(message)
+            continue
+        before = len(questions)
+        places += [(picture, len(own)) for picture, own in enumerate(questions)]
+        places += [(before + picture, 0) for picture in range(new)]
+        questions += [[] for _ in range(new)]
+        question = "".join(part.get("text", "") for part in parts)
+        for own in questions:
+            own.append(question)
+        said.append({**message, "content": [{"type": "image"}] * before + parts})
+    return Asked(said, places, questions)
+
+
+def fused_with(asked: Asked, tokenizer: Tokenizer) -> tuple[list[Tensor], ...]:
+    """The ids (T,) of the questions about each picture."""
+    return tuple(
+        [torch.tensor(tokenizer.encode(text, literal=True), dtype=torch.long) for text in own]
+        for own in asked.questions
+    )
+
+
+def standing(config: VLMConfig, shapes: Sequence[Shape], asked: Asked | None = None) -> list[list[Part]]:
+    """What stands at each mark of a picture: the picture or, where queries are fused with questions, one group."""
+    if asked is None:
+        return [config.parts(shape) for shape in shapes]
+    groups = [config.parts(shape, len(own)) for shape, own in zip(shapes, asked.questions, strict=True)]
+    return [[groups[picture][question]] for picture, question in asked.places]
+
+
+def laid(chat: Chat, shown: Sequence[Sequence[Part]], config: VLMConfig, speech: Speech) -> list[Part]:
+    """The parts of a conversation: words with their loss, and at each mark what stands there."""
     marks = [at for at, id in enumerate(chat.ids) if id == config.rules.fill]
-    if len(marks) != len(shapes):
+    if len(marks) != len(shown):
         raise TextError(
-            f"{speech.template.name} made {len(marks)} places for {len(shapes)} pictures",
+            f"{speech.template.name} made {len(marks)} places for {len(shown)} pictures",
             "use a template that writes one for each, such as template='vicuna'",
         )
     parts, start = [], 0
     before, after = list(speech.before), list(speech.after)
-    for at, shape in zip(marks, shapes, strict=True):
+    for at, own in zip(marks, shown, strict=True):
         said = chat.ids[start:at] + before
-        parts += [words(said, [*chat.loss[start:at], *[False] * len(before)]), *config.parts(shape), words(after)]
+        parts += [words(said, [*chat.loss[start:at], *[False] * len(before)]), *own, words(after)]
         start = at + 1
     parts.append(words(chat.ids[start:], chat.loss[start:]))
     return [part for part in parts if part.tokens]

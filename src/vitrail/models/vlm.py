@@ -5,6 +5,7 @@ V views, C channels, H, W pixels, N patches, K numbers of a patch, D width of th
 decoder, B rows, L tokens of a row
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import DeepStackConfig, ExpertConfig, Marked, Pictures, Stacked
 from vitrail.codecs.tower import CodesTower, CodesTowerConfig
 from vitrail.connectors import Fused, make_connector
+from vitrail.connectors.reduce import AnyReduction, watched
 from vitrail.connectors.stitch import stitched
+from vitrail.connectors.voco import voco_groups, voco_plan
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.encoders.vit import ViT, ViTConfig
@@ -53,7 +56,7 @@ class VLM(nn.Module):
 
     def __init__(self, config: VLMConfig):
         super().__init__()
-        self.config = config
+        self._take(config)
         self.tower = _make_tower(config.tower)
         self.place = None
         if config.place:
@@ -66,6 +69,20 @@ class VLM(nn.Module):
         self.queries = None if config.queries is None else Fused(config.queries)
         self.decoder = Decoder(config.decoder)
         self.newline = small(1, config.decoder.block.width) if config.newline else None
+        self.voco = small(config.voco, config.decoder.block.width) if config.voco else None
+
+    def reduced(self, reduce: AnyReduction | None) -> "VLM":
+        """The same model, of the same weights, that is left other features of each view, or all of them (None)."""
+        other = copy.copy(self)
+        other._take(self.config.with_(reduce=reduce))  # which refuses what does not fit
+        return other
+
+    def _take(self, config: VLMConfig) -> None:
+        """What a pass asks of the config is asked once: it is no work for a compiler."""
+        self.config, self._reduction = config, config.reduction
+        packed = isinstance(config.tower, PackedViTConfig)
+        self._grid = None if packed else config.grid
+        self._laid = None if self._grid is None else config.laid(self._grid)
 
     # ---- pixels -------------------------------------------------------------------------------------------------
 
@@ -86,7 +103,8 @@ class VLM(nn.Module):
         seen = self._soft(shown)
         if self.queries is None:
             return seen
-        return Seen(self.queries.talks(seen.blocks, shown.questions or [[]] * len(seen.blocks)), seen.depths)
+        talks = self.queries.talks(seen.blocks, shown.questions or [[]] * len(seen.blocks))
+        return Seen([torch.cat(talk) for talk in talks], seen.depths)
 
     def _soft(self, shown: Shown) -> Seen:
         if isinstance(self.tower, PackedViT):
@@ -99,11 +117,15 @@ class VLM(nn.Module):
             )
         cuts = [shape for shape in shown.shapes if isinstance(shape, Cut)]
         views = [view for cut in cuts for view in cut.views]
-        features = self.features(shown.pixels)  # (V, N, D)
-        if len(features) != len(views):
-            raise ImageError(f"{len(features)} views for pictures that were cut into {len(views)}", "use prepare")
-        soft = self.connector(features, self.config.laid(views[0].grid))  # (V, M, W)
+        if len(shown.pixels) != len(views):
+            raise ImageError(f"{len(shown.pixels)} views for pictures that were cut into {len(views)}", "use prepare")
+        soft = self.soft(shown.pixels)  # (V, M, W)
         return Seen([self._read(mine, cut) for mine, cut in zip(_by_cut(soft, cuts), cuts, strict=True)], [])
+
+    def soft(self, pixels: Tensor) -> Tensor:
+        """Views (V, C, H, W) → soft tokens (V, M, W)"""
+        features = self.features(pixels) if self._reduction is None else self._left(pixels, self._reduction)
+        return self.connector(features, self._laid)
 
     def features(self, pixels: Tensor) -> Tensor:
         """Views (V, C, H, W) → what the tower makes of them, each at its place where these are learned (V, N, D)"""
@@ -111,7 +133,23 @@ class VLM(nn.Module):
             found = (self.tower.tokens if self.config.prefix else self.tower)(pixels, layer=self.config.layer)
         else:
             found = self.tower(pixels)
-        return found if self.place is None else found + self.place(*self.place.grid)
+        return self._placed(found)
+
+    def _placed(self, features: Tensor) -> Tensor:
+        return features if self.place is None else features + self.place(*self.place.grid)
+
+    def _left(self, pixels: Tensor, reduction: AnyReduction) -> Tensor:
+        """What is left of the features of views, and before them the prefix, where it is read: (V, n, D)"""
+        seen, tower = None, self.tower
+        if reduction.looking:
+            assert isinstance(tower, ViT)
+            tokens, seen = watched(tower, pixels, self.config.layer)
+            features = self._placed(tokens if self.config.prefix else tokens[:, tower.config.prefix :])
+        else:
+            features = self.features(pixels)
+        lead, patches = features.split([self.config.lead, features.shape[1] - self.config.lead], dim=1)
+        assert self._grid is not None
+        return torch.cat([lead, reduction.reduce(patches, seen, self._grid)], dim=1)
 
     def _read(self, soft: Tensor, cut: Cut) -> Tensor:
         """The soft tokens (views, M, W) of one picture in the order they are read, newlines aside: (M', W)"""
@@ -129,20 +167,38 @@ class VLM(nn.Module):
         *,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """What the head reads, (B, L, W). With a cache every row is one sample, from its first token on."""
+        """What the head reads, (B, L, W). With a cache every row is one sample, from its first token on; where other
+        tokens stand for a picture, the cache then holds these alone."""
         seen = {feed: self.look(shown) for feed, shown in zip(SEEN, (pictures, videos), strict=True) if shown}
-        tables = {} if self.newline is None else {"newline": self.newline}
+        learned = {"newline": self.newline, "query": self.voco}
+        tables = {feed: table for feed, table in learned.items() if table is not None}
         ids = batch.ids.to(self.decoder.embed.weight.device)
         embeds = self.decoder.embed(ids)
         embeds = merge(embeds, {feed: one.blocks for feed, one in seen.items()} | tables, batch)
         beside = self._beside(batch, seen, embeds)
         positions = batch.positions[..., 0] if self.config.decoder.rotary.layout == "1d" else batch.positions
+        if self.voco is not None and seen:
+            return self._standing(batch, embeds, positions.to(ids.device), beside, cache)
         more: dict[str, Any] = {"plan": batch.plan().to(ids.device)}
         if cache is not None:
             counts = torch.tensor(batch.alone.lengths)  # on the host, where the cache looks at them
             spans = batch.spans.to(ids.device) if bool(batch.spans.any()) else None  # without any, kernels need no mask
             more = {"cache": cache, "counts": counts, "spans": spans}
         return self.decoder.hidden(embeds=embeds, positions=positions.to(ids.device), pictures=beside, **more)
+
+    def _standing(
+        self, batch: Batch, embeds: Tensor, positions: Tensor, beside: Pictures | None, cache: KVCache | None
+    ) -> Tensor:
+        """The pass of tokens that stand for pictures. What of a cache nobody sees any more is dropped."""
+        pictures = batch.kinds == KINDS["image"].id
+        groups = voco_groups(pictures, batch.kinds == KINDS["query"].id)
+        if cache is not None:
+            cache.extend(embeds.shape[1], torch.tensor(batch.alone.lengths))
+        plan = voco_plan(groups, batch.segments).to(embeds.device)
+        hidden = self.decoder.through(embeds, positions, plan, cache, beside)
+        if cache is not None:
+            cache.keep(~pictures)
+        return hidden
 
     def _beside(self, batch: Batch, seen: dict[str, Seen], embeds: Tensor) -> Pictures | None:
         """What the fusion point takes beside the tokens."""
@@ -167,19 +223,43 @@ class VLM(nn.Module):
 
     # ---- costs --------------------------------------------------------------------------------------------------
 
-    def work(self, sizes: Sequence[tuple[int, int]], words: int, batch: int = 1) -> seeing.SeeingWork:
-        """What `cost` needs to know of a prompt of so many words and pictures of these sizes (height, width), `batch`
-        times: all is read, and the logits of the last token are asked for."""
-        cuts = [self.config.policy.cut(*size) for size in sizes]
-        soft = [self.config.tokens(cut) for cut in cuts]
+    def work(
+        self, sizes: Sequence[tuple[int, int]], words: int, batch: int = 1, questions: int = 1
+    ) -> seeing.SeeingWork:
+        """What `cost` needs to know of a prompt of pictures of these sizes (height, width) and so many words behind
+        them, `batch` times: all is read, and the logits of the last token are asked for. Of `questions` about each
+        picture, queries that are fused with them need more than for one."""
+        config = self.config
+        cuts = [config.policy.cut(*size) for size in sizes]
+        soft = [config.tokens(cut, questions) for cut in cuts]
         prompt = Work.prefill(words + sum(soft), batch)
-        if "image" in self.config.rules.both:
+        if "image" in config.rules.both:
             prompt = prompt.with_(pairs=prompt.pairs + batch * sum(n * (n - 1) // 2 for n in soft))
+        if config.voco:
+            unseen, held = self._unseen(soft, words), prompt.held - batch * self._dropped(sizes)
+            prompt = prompt.with_(pairs=prompt.pairs - batch * unseen, held=held)
         grids = [view.grid for cut in cuts for view in cut.views] * batch
         looks = self._looks(grids)
-        if self.queries is not None and cuts:  # all words are the question
-            looks += (self.queries.work(self.config.given(cuts[0]), batch * len(cuts), (words,)),)
+        if self.queries is not None and cuts:  # all words are of the questions
+            asked = (words, *[0] * (questions - 1))
+            looks += (self.queries.work(config.given(cuts[0]), batch * len(cuts), asked),)
         return seeing.SeeingWork.of(prompt.with_(context=batch * sum(soft)), *looks)
+
+    def step(self, length: int, sizes: Sequence[tuple[int, int]], batch: int = 1) -> Work:
+        """The same of one more word, the `length`-th, behind such pictures; those that others stand for are gone."""
+        return Work.decode(max(1, length - self._dropped(sizes)), batch)
+
+    def _dropped(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of pictures that a cache does not keep."""
+        return sum(self.config.given(self.config.policy.cut(*size)) for size in sizes) if self.config.voco else 0
+
+    def _unseen(self, soft: Sequence[int], words: int) -> int:
+        """Pairs of a causal row that tokens standing for pictures spare: nobody behind sees the picture itself."""
+        behind, found = words, 0
+        for n in reversed(soft):
+            found += (n - self.config.voco) * behind
+            behind += n
+        return found
 
     def _looks(self, grids: list[Grid]) -> tuple[Work, ...]:
         """What tower and connector do for views of these grids."""
@@ -193,10 +273,17 @@ class VLM(nn.Module):
 
     def legs(self, work: Work) -> dict[str, seeing.Leg]:
         """The parts, each with its work."""
-        loose = [] if self.newline is None else [self.newline]
+        loose = [table for table in (self.newline, self.voco) if table is not None]
         connectors = [self.connector, *self.stack, *([] if self.place is None else [self.place])]
         more: dict[str, Any] = {"layer": self.config.layer, "loose": loose, "queries": self.queries}
+        more["choosing"] = self._choosing()
         return seeing.make_legs(work, self.tower, connectors, self.decoder, **more)
+
+    def _choosing(self) -> int:
+        """Operations by which it is found out what is left of a view."""
+        config, reduction = self.config, self.config.reduction
+        tower = config.tower if isinstance(config.tower, ViTConfig) else None
+        return 0 if reduction is None or tower is None else reduction.flops(tower, config.grid.patches)
 
 
 cost.flops.register(VLM, seeing.flops)

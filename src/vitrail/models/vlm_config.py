@@ -10,6 +10,8 @@ from vitrail.backbones.fusion import CrossConfig, DeepStackConfig
 from vitrail.codecs.tower import CodesTowerConfig
 from vitrail.config import Config
 from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig
+from vitrail.connectors.grids import count
+from vitrail.connectors.reduce import AnyReduction, readable
 from vitrail.encoders.depth import depth_of
 from vitrail.encoders.packed import PackedViTConfig
 from vitrail.encoders.towers import TowersConfig
@@ -21,6 +23,7 @@ from vitrail.processing.grid import Grid
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
 from vitrail.stream import Part, Rules, picture, video
+from vitrail.stream import queries as slots
 
 TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig | CodesTowerConfig
 Shape: TypeAlias = Cut | Grid
@@ -38,6 +41,8 @@ class VLMConfig(Config):
     prefix     whether CLS and registers are read along with the patches
     place      whether a learned row for each place of a view, zero at first, is added to the tower's features: else
                only what the tower kept of it says in which column a token stands
+    reduce     what leaves fewer of a view's features, without training, before the connector reads them
+    voco       learned tokens behind each picture that text sees instead of it (VoCo-LLaMA); 0 for none
     stack      what makes soft tokens of the tower's taps, one connector each (DeepStack)
     queries    what condenses the connector's tokens, together with the questions asked about them (token scaling)
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
@@ -55,6 +60,8 @@ class VLMConfig(Config):
     layer: int | None = None
     prefix: bool = False
     place: bool = False
+    reduce: AnyReduction | None = None
+    voco: int = 0
     stack: AnyConnectorConfig | None = None
     queries: FusedConfig | None = None
     newline: bool = False
@@ -92,6 +99,8 @@ class VLMConfig(Config):
             raise ConfigError(f"{type(self.tower).__name__} reads no videos", "leave footage out")
         self._check_tower()
         self._check_stack()
+        self._check_reduce()
+        self._check_voco()
         if not isinstance(self.policy, Native) and self.queries is None:
             self._check_rows(self.policy.cut(1, 1))  # what a cut is made of does not hang on the picture
         rows = self.decoder.vocab + self.decoder.extra
@@ -145,8 +154,52 @@ class VLMConfig(Config):
                 "DeepStack needs all three, and as many taps as layers",
             )
 
+    def _check_reduce(self) -> None:
+        if self.reduce is None:
+            return
+        if isinstance(self.tower, PackedViTConfig):
+            raise ConfigError(
+                f"a packed tower puts {self.tower.merge}² features together, at places of a grid, and of a grid none "
+                "can be left out",
+                "leave reduce out, or lower the policy's max_pixels",
+            )
+        left = self.reduction
+        if left is None:
+            return
+        laid = self.laid(self.grid)  # refuses cells that the grid has not
+        try:
+            self.connector.tokens(laid)
+        except ConfigError:
+            raise ConfigError(
+                f"{type(self.connector).__name__} puts neighbours together, and of those some are left out",
+                'use a projector, a Q-Former or a resampler, or reduce by kind = "pool" to a grid that divides',
+            ) from None
+        if not left.looking:
+            return
+        if not isinstance(self.tower, ViTConfig) or self.tower.rotary is not None:
+            raise ConfigError(
+                f"features are left out by what one ViT without rotary positions looks at, and the tower is "
+                f"{type(self.tower).__name__}{' with them' if isinstance(self.tower, ViTConfig) else ''}",
+                'reduce by kind = "pool", or use a CLIP, SigLIP or DINOv2 tower',
+            )
+        if not depth_of(self.layer, self.tower.layers):
+            raise ConfigError("nothing looks at anything before a tower's first block", "read a later layer")
+        readable(self.tower.block)
+
+    def _check_voco(self) -> None:
+        if self.voco < 0:
+            raise ConfigError(f"{self.voco} tokens that stand for a picture", "give 0 for none, or more")
+        if not self.voco:
+            return
+        if self.queries is not None or isinstance(self.tower, PackedViTConfig) or "image" in self.rules.both:
+            raise ConfigError(
+                "voco tokens stand behind pictures of views, which are read causally: not with queries, with a packed "
+                'tower, or with rules.both = ["image"]',
+                "leave voco out, or the other",
+            )
+
     def _check_rows(self, cut: Cut) -> None:
-        if not self.stitches(cut) and any(span.newline != "none" for span in cut.spans):
+        if self.reduction is None and not self.stitches(cut) and any(span.newline != "none" for span in cut.spans):
             raise ConfigError(
                 f"{type(self.connector).__name__} keeps no rows that newlines could end", "use a projector, or naive"
             )
@@ -188,10 +241,10 @@ class VLMConfig(Config):
         return Footage.usual(rule, self.tower.patch * self.tower.merge)
 
     def tokens(self, shape: Shape, questions: int = 1) -> int:
-        """Soft tokens of a picture or a video, newlines included, that the decoder reads: all that so many questions
-        need together. Nothing needs to be built for this."""
+        """Soft tokens of a picture or a video, newlines and voco included, that the decoder reads: all that so many
+        questions need together. Nothing needs to be built for this."""
         given = self.given(shape)
-        return given if self.queries is None else self.queries.tokens(given, questions)
+        return given + self.voco if self.queries is None else self.queries.tokens(given, questions)
 
     @property
     def least(self) -> int:
@@ -209,12 +262,27 @@ class VLMConfig(Config):
         return sum(self.connector.tokens(self.laid(view.grid)) for view in shape.views)
 
     def stitches(self, cut: Cut) -> bool:
-        """Whether the connector keeps the lattice, so that views can lie side by side and rows can end."""
-        return all(self.connector.tokens(self.laid(view.grid)) == view.grid.tokens for view in cut.views)
+        """Whether the lattice is kept, so that views can lie side by side and rows can end. Of reduced views it is not:
+        their tokens follow one another, without newlines and with what padding is among them, as released."""
+        return self.reduction is None and all(
+            self.connector.tokens(self.laid(view.grid)) == view.grid.tokens for view in cut.views
+        )
 
     def laid(self, grid: Grid) -> Grid | int:
-        """How the features of a view lie: in its grid, or in no grid where a prefix stands before them."""
-        return self.lead + grid.patches if self.lead else grid
+        """How the features of a view lie that the connector reads: in a grid, or in none, where a prefix stands before
+        them or some were left out."""
+        left = grid if self.reduction is None else self.reduction.laid(grid)
+        return self.lead + count(left) if self.lead else left
+
+    @property
+    def grid(self) -> Grid:
+        """That of every view; pictures of a packed tower have one each."""
+        return self.policy.cut(1, 1).views[0].grid
+
+    @property
+    def reduction(self) -> AnyReduction | None:
+        """What leaves features out; nothing does where there are no more than are kept."""
+        return None if self.reduce is None or self.reduce.keep >= self.grid.patches else self.reduce
 
     @property
     def lead(self) -> int:
@@ -225,17 +293,24 @@ class VLMConfig(Config):
         """The place of a picture, or of a video (a grid of several frames), in a stream."""
         if self.queries is not None:
             raise ConfigError("queries stand before each question about a picture", "use parts(shape, questions)")
+        if self.voco:
+            raise ConfigError("tokens that stand for a picture come behind it", "use parts(shape)")
+        return self._picture(shape, **more)
+
+    def _picture(self, shape: Shape, **more: Any) -> Part:
         if isinstance(shape, Grid):
             return video(shape, **more) if shape.t > 1 else picture(shape, **more)
         self._check_rows(shape)
-        return picture(shape if self.stitches(shape) else self.tokens(shape), **more)
+        return picture(shape if self.stitches(shape) else self.given(shape), **more)
 
     def parts(self, shape: Shape, questions: int = 1, **more: Any) -> list[Part]:
-        """What stands before each of so many questions about one picture: the picture, and then nothing, or the queries
-        that were fused with that question."""
+        """What stands before each of so many questions about one picture: the picture, with what stands for it, and
+        then nothing, or the queries that were fused with that question, all from one block of features."""
         if self.queries is None:
-            return [self.part(shape, **more)]
-        return [picture(count, **more) for count in self.queries.groups(questions)]
+            return [self._picture(shape, **more), *([slots(self.voco)] if self.voco else [])]
+        counts = self.queries.groups(questions)
+        more = {"source": object(), **more}
+        return [picture(n, first=sum(counts[:k]), **more) for k, n in enumerate(counts)]
 
 
 def _reads_blocks(connector: AnyConnectorConfig, merge: int) -> bool:

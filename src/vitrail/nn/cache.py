@@ -102,6 +102,20 @@ class KVCache:
         self.lengths = torch.minimum(lengths.to(self.lengths), self.lengths)
         self.filled, self.even = int(self.lengths.max()), bool((self.lengths == self.lengths[0]).all())
 
+    def keep(self, kept: Tensor) -> None:
+        """Of all rows (B, K) from the first slot on, forget the tokens that are not `kept`; those behind move up. They
+        were turned to their positions when they were read, and the next token's is no longer its slot's."""
+        K = kept.shape[1]
+        there = kept.to(self.lengths.device) & (torch.arange(K, device=self.lengths.device) < self.lengths[:, None])
+        order = (~there).long().argsort(dim=1, stable=True)[:, : int(there.sum(1).max())]  # (B, n)
+        rows = torch.arange(len(order), device=order.device)[:, None]
+        for store in (self.k, self.v):
+            store[:, :, : order.shape[1]] = store[:, rows, order]
+        if not self.fixed:
+            self.k, self.v = (x[:, :, : max(64, order.shape[1])].clone() for x in (self.k, self.v))
+        self.lengths = there.sum(1)
+        self.filled, self.even = order.shape[1], bool((self.lengths == self.lengths[0]).all())
+
     def clear(self) -> None:
         """Forget every token; the room stays. Old keys and values lie in the future of what comes next."""
         self.lengths = torch.zeros_like(self.lengths)

@@ -79,13 +79,20 @@ def feature_loss(said: Tensor, features: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(said.float(), features.float(), dim=-1)).sum()
 
 
-def hide_codes(shape: tuple[int, ...], rate: tuple[float, float], device: torch.device | None = None) -> Tensor:
+def hide_codes(
+    shape: tuple[int, ...], rate: tuple[float, float], device: torch.device | None = None, *, whole: float = 0.0
+) -> Tensor:
     """(B, T, h, w) booleans: codes of a video to be guessed. Of each video a share drawn from `rate` is hidden, code by
-    code, and of the first frame nothing: it is what a world starts from (Genie: half of the codes to all)."""
+    code, and of the first frame nothing: it is what a world starts from (Genie: half of the codes to all). A share
+    `whole` of the other frames, on average, is not hidden either: in a world that is played, all before are seen."""
     low, high = rate
     if not 0 <= low <= high <= 1 or not high:
         raise ConfigError(f"rates from {low:g} to {high:g} of the codes to be hidden", "give 0 ≤ low ≤ high ≤ 1")
+    if not 0 <= whole < 1:
+        raise ConfigError(f"{whole:g} of the frames not hidden at all", "give 0 or more, and less than 1")
     share = low + (high - low) * torch.rand(shape[0], 1, 1, 1, device=device)
     hidden = torch.rand(shape, device=device) < share
-    first = torch.arange(shape[1], device=device)[:, None, None] == 0
-    return hidden & ~first
+    shown = torch.arange(shape[1], device=device)[:, None, None] == 0
+    if whole:
+        shown = shown | (torch.rand(*shape[:2], 1, 1, device=device) < whole)
+    return hidden & ~shown

@@ -9,7 +9,7 @@ rows in one of two forms:
 All communication is in the forward pass, so all ranks must need the same gradients.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,23 @@ def siglip_loss(
     return settled(lambda batch: run_siglip(batch, pairs, meeting, tile), u, v, scale, scalar("bias", bias, u))
 
 
+def gather(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """x (N, …) of every rank, in order, with its gradient: each rank's are summed over what all ranks make of it. For
+    losses that compare in a way of their own; they may be of unequal numbers of rows."""
+    return _Gather.apply(x, Gathered(len(x), "sum", group, x.device))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meeting: "Gathered") -> Tensor:
+        ctx.meeting = meeting
+        return meeting.all(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore
+        return ctx.meeting.own(gradient.contiguous(), "sum"), None
+
+
 def _met(
     u: Tensor,
     v: Tensor,
@@ -107,10 +124,10 @@ class Gathered(Across):
         starts = {"sum": 0.0, "logaddexp": -torch.inf}
         unite = unite[: len(kept)]
         sums = [x.new_full((sum(self.sizes), *x.shape[1:]), starts[how]) for x, how in zip(kept, unite, strict=True)]
-        see(0, [self._all(x) for x in given], sums)
-        return [self._own(x, how) for x, how in zip(sums, unite, strict=True)]
+        see(0, [self.all(x) for x in given], sums)
+        return [self.own(x, how) for x, how in zip(sums, unite, strict=True)]
 
-    def _all(self, x: Tensor) -> Tensor:
+    def all(self, x: Tensor) -> Tensor:
         """What the ranks have, in order."""
         longest = max(self.sizes)
         out = x.new_empty(self.ranks * longest, *x.shape[1:])
@@ -119,7 +136,7 @@ class Gathered(Across):
             return out
         return torch.cat([part[:size] for part, size in zip(out.split(longest), self.sizes, strict=True)])
 
-    def _own(self, x: Tensor, how: Unite) -> Tensor:
+    def own(self, x: Tensor, how: Unite) -> Tensor:
         """The ranks' shares of this rank's columns, united."""
         longest = max(self.sizes)
         x = x if min(self.sizes) == longest else torch.cat([_filled(part, longest) for part in x.split(self.sizes)])

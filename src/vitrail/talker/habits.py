@@ -1,13 +1,16 @@
 """How the model of a folder is spoken to: as its family is, or as a template says."""
 
+from typing import Any
+
 from vitrail.errors import TextError
 from vitrail.hub.configs import Found
 from vitrail.hub.families import FAMILIES
 from vitrail.hub.habit import Habit, marks_of, preset
+from vitrail.models.vlm import VLMConfig
 from vitrail.processing.chat import ChatTemplate
 from vitrail.processing.text import Tokenizer
 
-__all__ = ["FILMED", "Habit", "around", "habit_of", "marks_of", "preset", "template_of"]
+__all__ = ["FILMED", "Habit", "around", "habit_of", "marks_of", "preset", "template_of", "whole"]
 
 FILMED = tuple(name for name, row in FAMILIES.items() if row.videos)
 """Those that take videos."""
@@ -15,9 +18,14 @@ FILMED = tuple(name for name, row in FAMILIES.items() if row.videos)
 
 def habit_of(found: Found) -> Habit | None:
     """That of the folder's family; a folder of ours has those that it could be written as."""
-    fits = [row for row in FAMILIES.values() if row.model is found.model and row.fits(found.config)]
+    fits = [row for row in FAMILIES.values() if row.model is found.model and row.fits(whole(found.config))]
     rows = fits if found.family is None else [found.family]
     return next((row.habit for row in rows if row.habit is not None), None)
+
+
+def whole(config: Any) -> Any:
+    """A config without what leaves tokens out: it is spoken to as if it read them all."""
+    return config.with_(reduce=None) if isinstance(config, VLMConfig) else config
 
 
 def template_of(found: Found, tokenizer: Tokenizer, habit: Habit | None, named: str | None) -> ChatTemplate:

@@ -1,5 +1,6 @@
 """A vision-language model ready to hand: pictures, videos and a question in, words out."""
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from vitrail import hub
+from vitrail.connectors.reduce import AnyReduction
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import seen
 from vitrail.generate.sampling import GREEDY, Sampling
 from vitrail.hub.configs import find, resolve
 from vitrail.models.looking import LookingVLM, Views
-from vitrail.models.spoken import begun
+from vitrail.models.spoken import Asked, asked_of, begun, fused_with, standing
 from vitrail.models.vlm import VLM, Shown, VLMConfig
 from vitrail.processing.chat import ChatTemplate, Message
 from vitrail.processing.images import load_image
@@ -60,19 +62,35 @@ class Talker:
 
     @classmethod
     def load(
-        cls, name_or_path: str | Path, *, template: str | None = None, device: str | torch.device | None = None
+        cls,
+        name_or_path: str | Path,
+        *,
+        template: str | None = None,
+        device: str | torch.device | None = None,
+        reduce: AnyReduction | None = None,
     ) -> "Talker":
         """On a GPU, if there is one, in half precision. `template` names a preset of `ChatTemplate`: otherwise it is
-        the folder's own or, where that has none, its family's."""
+        the folder's own or, where that has none, its family's. `reduce` leaves fewer tokens of each picture than the
+        folder says."""
         where, dtype = usable(device)
         found = find(resolve(name_or_path))
         if not issubclass(found.model, VLM | LookingVLM):
             raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
         tokenizer, habit = hub.tokenizer(name_or_path), habit_of(found)
         chosen = template_of(found, tokenizer, habit, template)
+        if reduce is not None:
+            _reducible(found.config).with_(reduce=reduce)
         # The weights come last: what can be wrong is said before they are read.
-        model = hub.load(name_or_path, dtype=dtype, device=where)
-        return cls(model, tokenizer, chosen, habit)
+        talker = cls(hub.load(name_or_path, dtype=dtype, device=where), tokenizer, chosen, habit)
+        return talker if reduce is None else talker.reduced(reduce)
+
+    def reduced(self, reduce: AnyReduction | None) -> "Talker":
+        """The same model, of the same weights, asked with fewer tokens of each picture, or with all of them (None)."""
+        _reducible(self.model.config)
+        assert isinstance(self.model, VLM)
+        other = copy.copy(self)
+        other.model = self.model.reduced(reduce)
+        return other
 
     # ---- what is asked ------------------------------------------------------------------------------------------
 
@@ -192,13 +210,15 @@ class Talker:
         flat = [part for parts in every for part in parts]
         # A template is shown that there is a picture, not which.
         said = [{**one, "content": [place(part) for part in parts]} for one, parts in zip(messages, every, strict=True)]
-        ids = self._ids(said, Counter(part["type"] for part in flat))
+        asked = asked_of(said) if isinstance(self.model, VLM) and self.model.queries is not None else None
+        said = said if asked is None else asked.messages
+        ids = self._ids(said, Counter(part["type"] for message in said for part in message["content"]))
         images = [load_image(part["image"]) for part in flat if part["type"] == "image"]
         films, videos = self._watched([part["video"] for part in flat if part["type"] == "video"])
         pictures = self.model.prepare(images) if images else None
-        if isinstance(pictures, Shown) and isinstance(self.model, VLM) and self.model.queries is not None:
-            pictures = pictures._replace(questions=([self._question(messages, flat)],))
-        return Prompt(self._stream(ids, pictures, videos, films), pictures, videos)
+        if isinstance(pictures, Shown) and asked is not None:
+            pictures = pictures._replace(questions=fused_with(asked, self.words))
+        return Prompt(self._stream(ids, pictures, videos, films, asked), pictures, videos)
 
     def _ids(self, said: Sequence[Message], shown: Counter[str]) -> list[int]:
         """The words, with a mark for everything shown."""
@@ -234,15 +254,6 @@ class Talker:
         while ids and not self.words.decode(ids[-1:]).strip():
             ids.pop()
         return [*ids, self.stops[0]]
-
-    def _question(self, messages: Sequence[Message], parts: Sequence[Message]) -> torch.Tensor:
-        """The ids (T,) that queries are fused with."""
-        if len(messages) != 1 or sum(part["type"] == "image" for part in parts) != 1:
-            raise ConfigError(
-                "queries that are fused with the question, in a talk of several turns or pictures",
-                "ask one question about one picture, or use model(batch, …)",
-            )
-        return torch.tensor(self.words.encode("".join(part.get("text", "") for part in parts), literal=True))
 
     def _watched(self, videos: Sequence[Video]) -> tuple[list[Watched], Shown | None]:
         if not videos or not isinstance(self.model, VLM):
@@ -284,24 +295,35 @@ class Talker:
             waiting = []
 
     def _stream(
-        self, ids: list[int], pictures: Shown | Views | None, videos: Shown | None, films: Sequence[Watched]
+        self,
+        ids: list[int],
+        pictures: Shown | Views | None,
+        videos: Shown | None,
+        films: Sequence[Watched],
+        asked: Asked | None = None,
     ) -> Stream:
         """The words with everything shown in its place: as tokens, or as the mark where it is looked at."""
         config = self.model.config
         if not isinstance(config, VLMConfig):
             return build([words(ids)])
-        stills = iter(pictures.shapes if isinstance(pictures, Shown) else ())
+        stills = iter(standing(config, pictures.shapes, asked) if isinstance(pictures, Shown) else ())
         clips = iter(zip(() if videos is None else videos.shapes, films, strict=True))
         parts: list[Part] = []
         start = 0
         for at, id in enumerate(ids):
             if id == self.marks["image"]:
-                parts += [words(ids[start:at] + self.before), *config.parts(next(stills)), words(self.after)]
+                parts += [words(ids[start:at] + self.before), *next(stills), words(self.after)]
                 start = at + 1
             elif id == self.marks.get("video"):
                 taken, start = film(ids, start, at, *next(clips), config, self.words)
                 parts += taken
         return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
+
+
+def _reducible(config: Any) -> VLMConfig:
+    if not isinstance(config, VLMConfig):
+        raise ConfigError("a model that looks at pictures beside the stream has no tokens of them", "leave reduce out")
+    return config
 
 
 def _going_on(stream: Stream, ids: Sequence[int]) -> Stream:

@@ -9,23 +9,26 @@ B rows, L tokens of a row, P pictures, F places that features fill
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vitrail.config import Config
+from vitrail.connectors.voco import voco_groups
 from vitrail.data.conversations import ConversationSource
 from vitrail.data.formats import Sample
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.seeing import SeeingWork
-from vitrail.models.spoken import Speech, begun, kept, laid
+from vitrail.models.spoken import Speech, asked_of, begun, fused_with, kept, laid, standing
 from vitrail.models.vlm import VLM, Shown, prepare, shapes
 from vitrail.processing.chat import ChatTemplate
 from vitrail.processing.text import Tokenizer
+from vitrail.stream import KINDS, Part, Stream, build, pack, words
 from vitrail.stream import Batch as Packed
-from vitrail.stream import Part, Stream, build, pack, words
 from vitrail.stream.pack import IGNORED, Fill
 from vitrail.tasks.told import said_loss, speaking, step_flops
 from vitrail.train.task import Batch
@@ -63,6 +66,7 @@ class Said(NamedTuple):
     shown: Shown | None
     sizes: list[tuple[int, int]]  # (height, width) of its pictures
     cut: bool
+    questions: tuple[list[Tensor], ...] = ()  # about each picture, where queries are fused with them: their ids (T,)
 
 
 class ChatTask:
@@ -85,10 +89,6 @@ class ChatTask:
     ):
         if tokenizer is None or tokenizer.eos is None:
             raise ConfigError("answers end with an end token, and there is none", "add a [tokenizer] table")
-        if model.queries is not None:
-            raise ConfigError(
-                "queries that are fused with one question, and conversations of several", 'use the task "vlm"'
-            )
         self.model, self.config, self.settings, self.words = model, model.config, settings, tokenizer
         self.mark, self.spoken = model.config.rules.fill, speaking(tokenizer, model.config.rules.fill)
         self.speech = Speech(ChatTemplate.of(self.spoken)) if speech is None else speech
@@ -116,7 +116,8 @@ class ChatTask:
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Tensors alone, as they go to a device: a packed stream, `pixels`, of `pictures` (P, 3) height, width and rows
-        of features, and which conversations were `cut`."""
+        of features, and which conversations were `cut`. Where queries are fused with questions, also how many there are
+        of each picture, `questions` (P,), and all of them, `asked` (Q, T), −1 behind each."""
         said = [self.said(sample) for sample in samples]
         full = said if any(one.sizes for one in said) else [*said, self._grey]
         packed = pack([one.stream for one in full], self.settings.length, trim=True)
@@ -127,16 +128,22 @@ class ChatTask:
         sizes, rows = [size for one in full for size in one.sizes], [rows for rows, _ in packed.fills["image"].blocks]
         batch["pictures"] = torch.tensor([(*size, row) for size, row in zip(sizes, rows, strict=True)])
         batch["cut"] = torch.tensor([one.cut for one in said])
+        if self.model.queries is not None:
+            asked = [own for one in full for own in one.questions]
+            batch["questions"] = torch.tensor([len(own) for own in asked])
+            batch["asked"] = pad_sequence([ids for own in asked for ids in own], batch_first=True, padding_value=-1)
         return batch
 
     def said(self, sample: Sample) -> Said:
         """A conversation with its pictures, in the order in which they are shown."""
         try:
             shown = [part.index for turn in sample.turns for part in turn.parts if part.kind == "image"]
-            chat = begun(self.speech.template.encode(sample.messages(), self.words), self.words, self.mark)
+            asked = None if self.model.queries is None else asked_of(sample.messages())
+            messages = sample.messages() if asked is None else asked.messages
+            chat = begun(self.speech.template.encode(messages, self.words), self.words, self.mark)
             images = [sample.image(index) for index in shown]
             sizes = [(image.height, image.width) for image in images]
-            parts = laid(chat, shapes(self.config, sizes), self.config, self.speech)
+            parts = laid(chat, standing(self.config, shapes(self.config, sizes), asked), self.config, self.speech)
             length, room = sum(part.tokens for part in parts), self.settings.length
             if length > room:
                 if self.settings.long == "refuse":
@@ -144,17 +151,21 @@ class ChatTask:
                         f"{length:,} tokens, more than a row of {room:,}",
                         'raise settings.length, make fewer tokens of a picture, or set settings.long = "cut"',
                     )
-                parts = _cut(parts, room)
+                parts = _cut(parts, room, self.config.voco)
             seen = sum(part.kind == "image" for part in parts)
+            asked = None if asked is None else asked.until(seen)
+            seen = seen if asked is None else len(asked.questions)
             stream = build(parts, self.config.rules, name=f"conversation {sample.id:.80}")
         except VitrailError as error:
             raise type(error)(f"conversation {sample.id:.80}: {error.problem}", error.remedy) from None
-        return Said(stream, prepare(self.config, images[:seen]) if seen else None, sizes[:seen], length > room)
+        told = () if asked is None else fused_with(asked, self.words)
+        return Said(stream, prepare(self.config, images[:seen]) if seen else None, sizes[:seen], length > room, told)
 
     @cached_property
     def _grey(self) -> Said:
         shown, size = prepare(self.config, [GREY]), (GREY.height, GREY.width)
-        return Said(build(self.config.parts(shown.shapes[0]), self.config.rules, name="grey"), shown, [size], False)
+        stream = build(self.config.parts(shown.shapes[0]), self.config.rules, name="grey")
+        return Said(stream, shown, [size], False, ([torch.zeros(0, dtype=torch.long)],))  # nothing is asked about it
 
     def _try(self, name: str, source: ConversationSource) -> None:
         """What is never learnt would look perfect."""
@@ -209,7 +220,14 @@ class ChatTask:
             sources=(),
             silent=(),
         )
-        return packed, Shown(batch["pixels"].to(self.model.decoder.embed.weight.dtype), found)
+        return packed, Shown(batch["pixels"].to(self.model.decoder.embed.weight.dtype), found, self._asked(batch))
+
+    def _asked(self, batch: Batch) -> tuple[Sequence[Tensor], ...]:
+        """The questions about each picture, as they were."""
+        if self.model.queries is None:
+            return ()
+        every = [ids[ids >= 0] for ids in batch["asked"].cpu()]
+        return tuple(every[end - n : end] for n, end in zip(*_ends(batch["questions"]), strict=True))
 
     # ---- costs --------------------------------------------------------------------------------------------------
 
@@ -234,8 +252,15 @@ class ChatTask:
         pairs = sum(n * (n + 1) // 2 for n in lengths)
         for row in spans[(spans > 0).any(1)]:  # what is read both ways sees its future, too
             pairs += sum(n * (n - 1) // 2 for n in row[row > 0].unique(return_counts=True)[1].tolist())
+        if self.config.voco:
+            pairs -= _unseen(batch["kinds"], batch["segments"])
         asked = int((batch["targets"] != IGNORED).sum())
-        found = self.model.work([(height, width) for height, width, _ in batch["pictures"].tolist()], 0)
+        sizes = [(height, width) for height, width, _ in batch["pictures"].tolist()]
+        found = self.model.work(sizes, 0)
+        if self.model.queries is not None:  # which read all pictures side by side, filled up to the longest
+            longest = [max(map(len, column)) for column in zip_longest(*self._asked(batch), fillvalue=())]
+            given = max(self.config.given(self.config.policy.cut(*size)) for size in sizes)
+            found = found.with_(looks=(*found.looks[:2], self.model.queries.work(given, len(sizes), longest)))
         return found.with_(tokens=sum(lengths), pairs=pairs, rows=len(lengths), held=0, asked=asked)
 
 
@@ -244,11 +269,29 @@ def _lengths(segments: Tensor) -> list[int]:
     return segments[segments >= 0].bincount().tolist()
 
 
-def _cut(parts: Sequence[Part], room: int) -> list[Part]:
-    """The first so many tokens; a picture that does not fit is left out, with all that follows."""
+def _ends(counts: Tensor) -> tuple[list[int], list[int]]:
+    """So many of each, and where the last of them ends."""
+    return counts.tolist(), counts.cumsum(0).tolist()
+
+
+def _unseen(kinds: Tensor, segments: Tensor) -> int:
+    """Pairs of tokens and pictures before them that are not seen, since others stand for the pictures."""
+    image, query = (kinds == KINDS[kind].id for kind in ("image", "query"))
+    groups, found = voco_groups(image, query), 0
+    for row, group in zip(segments, groups, strict=True):
+        for number in group[group > 0].unique().tolist():
+            own, at = group.abs() == number, int((group == number).nonzero()[0])
+            behind = int((row == row[at]).nonzero()[-1]) - int(own.nonzero()[-1])
+            found += int((group == number).sum()) * behind
+    return found
+
+
+def _cut(parts: Sequence[Part], room: int, voco: int = 0) -> list[Part]:
+    """The first so many tokens; a picture that does not fit, with so many that stand for it, is left out, with all
+    that follows."""
     found: list[Part] = []
     for part in parts:
-        if part.tokens > room:
+        if part.tokens + voco * (part.kind == "image") > room:
             if part.kind == "text" and room:
                 assert part.ids is not None and not isinstance(part.loss, bool)
                 found.append(words(part.ids[:room], part.loss[:room]))

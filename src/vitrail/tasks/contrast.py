@@ -4,8 +4,8 @@ B samples, M texts, L tokens, E width of the embedding
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,21 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.config import Config
-from vitrail.data.captions import Captions, captions
 from vitrail.data.named import NamedSource
-from vitrail.data.scenes.source import Asked, SceneSource, by_source
-from vitrail.data.views import PLAIN, views
-from vitrail.data.words.pieces import TokenTable
+from vitrail.data.scenes.source import SceneSource
 from vitrail.encoders.text import frame
 from vitrail.errors import ConfigError
 from vitrail.models.clip import Contrastive
 from vitrail.nn import cost
 from vitrail.objectives import clip_loss, ranks, siglip_loss
 from vitrail.processing.text import Tokenizer
+from vitrail.tasks.captioned import CaptionedTask, Made, Shape
 from vitrail.train.task import Batch
 
 MOST = math.log(100)  # CLIP's scale stays below 100
-_TEXT = 1 << 62  # labels from here on are those of texts, below of concepts
 
 
 class ContrastSettings(Config):
@@ -48,20 +45,8 @@ class ContrastSettings(Config):
             raise ConfigError(f"a weight of {self.texts}", "give 0 or more")
 
 
-class Made(NamedTuple):
-    """A batch on the device: pictures, ids (B, L) of their captions, and which belong together."""
-
-    pixels: Tensor  # (B, 3, S, S)
-    true: Tensor
-    false: Tensor | None
-    again: Tensor | None
-    labels: Tensor  # (B,) of the pictures and of `true`
-    wrong: Tensor | None  # (M,) of `false`: −1 where there is none
-
-
-class ContrastTask:
-    """A model without a bias learns by CLIP's loss, one with a bias by SigLIP's. Pictures of one name, of whichever
-    source, belong to all captions of that name; scenes belong to captions word for word as their own."""
+class ContrastTask(CaptionedTask):
+    """A model without a bias learns by CLIP's loss, one with a bias by SigLIP's."""
 
     def __init__(
         self,
@@ -81,20 +66,14 @@ class ContrastTask:
             )
         if settings.swapped and not any(isinstance(source, SceneSource) for source in sources.values()):
             raise ConfigError("swapped captions are made of scenes, and there are none", "add a source of scenes")
-        self.model, self.settings, self.words = model, settings, words
-        width = model.config.width
+        text, width = model.config.text, model.config.width
         if any(cut >= width for cut in settings.widths):
             raise ConfigError(f"embeddings of {width} cannot be cut to {max(settings.widths)}", f"stay below {width}")
+        self.settings = settings
         self.weights = {"pairs": 1.0} | ({"texts": settings.texts} if settings.texts else {})
-        self.captions: dict[str, Captions] = {name: captions(source) for name, source in sources.items()}
-        self.frame = frame(words, model.config.text)
-        self._numbers: dict[str, int] = {}  # of concepts, for all sources alike
-        self._ready: dict[tuple[torch.device, str], tuple[TokenTable, Tensor]] = {}
-        for name, told in self.captions.items():
-            self._read(name, told)
-
-    def collate(self, samples: Sequence[Asked]) -> Batch:
-        return by_source(samples)
+        shape = Shape(model.config.image.image, text.context, "model.config.text.context")
+        more = {"swapped": settings.swapped, "twice": settings.texts > 0}
+        super().__init__(model, sources, words, frame(words, text), shape, **more)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return dict.fromkeys(self.weights, sum(len(index) for index in batch.values()))
@@ -124,11 +103,6 @@ class ContrastTask:
             found["texts"] = self._loss(second, v, made.labels, columns)
         return {name: _whole(value, len(u)) if self._shared else value * len(u) for name, value in found.items()}
 
-    @property
-    def _shared(self) -> bool:
-        """Whether ranks hold parts of one batch. Judged, each has all of it."""
-        return self.model.training and dist.is_initialized() and dist.get_world_size() > 1
-
     def _loss(self, u: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """The mean over the whole width and all it may be cut to."""
         total = u.new_zeros(())
@@ -140,71 +114,12 @@ class ContrastTask:
     def _one(self, u: Tensor, v: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         model, many = self.model, self._shared
         if model.bias is None:
-            scale = _AtMost.apply(model.log_scale.float(), MOST).exp()
+            scale = capped_scale(model.log_scale)
             return ranks.clip_loss(u, v, scale, labels, reduce="sum") if many else clip_loss(u, v, scale, labels)
         scale, bias = model.scale.float(), model.bias.float()
         if many:
             return ranks.siglip_loss(u, v, scale, bias, labels, reduce="sum")
         return siglip_loss(u, v, scale, bias, labels)
-
-    # ---- samples ------------------------------------------------------------------------------------------------
-
-    @torch.compiler.disable  # sources keep tables by device
-    @torch.no_grad()
-    def _made(self, batch: Batch) -> Made:
-        vary, side = self.model.training, self.model.config.image.image
-        found: dict[str, list[Tensor]] = {field: [] for field in Made._fields}
-        for name, index in batch.items():
-            told = self.captions[name]
-            pair = told.pair(index, vary=vary, swapped=self.settings.swapped)
-            found["pixels"].append(views(pair.pixels, (told.views if vary else PLAIN).with_(side=side)))
-            found["true"].append(self._ids(name, pair.true))
-            concepts = self._on(index.device, name)[1]
-            found["labels"].append(_mark(found["true"][-1]) if told.concepts is None else concepts[index])
-            if self.settings.texts:
-                found["again"].append(self._ids(name, told.again(index, vary=vary)))
-            if pair.false is not None:
-                found["false"].append(self._ids(name, pair.false))
-                found["wrong"].append(torch.where(pair.false.any(1), _mark(found["false"][-1]), -1))
-        return Made(**{field: torch.cat(parts) if parts else None for field, parts in found.items()})  # type: ignore
-
-    def _ids(self, name: str, rows: Tensor) -> Tensor:
-        """(B, P) pieces → (B, L), written as `evals.contrastive.to_ids` writes the same text"""
-        table, L = self._on(rows.device, name)[0], self.model.config.text.context
-        first = len(table.length) - 2  # the last two are what stands before and behind a text
-        ends = (rows.new_full((len(rows), 1), row) for row in (first, first + 1))
-        ids, length = table.write(torch.cat([next(ends), rows, next(ends)], 1), L, self.frame.fill, check=False)
-        if self.frame.back:  # a text that is cut keeps its end
-            ids[:, -1] = torch.where(length > L, self.frame.back[-1], ids[:, -1])
-        return ids
-
-    def _on(self, device: torch.device, name: str) -> tuple[TokenTable, Tensor]:
-        """A source's tokens, and its concepts as numbers that all sources share."""
-        key = device, name
-        if key not in self._ready:
-            tokens, numbers = self._ready[torch.device("cpu"), name]
-            self._ready[key] = tokens.to(device), numbers.to(device)
-        return self._ready[key]
-
-    def _read(self, name: str, told: Captions) -> None:
-        frame, text = self.frame, self.model.config.text
-        tokens = told.pieces.tokenized(self.words, frame.front, frame.back)
-        shown = [self._numbers.setdefault(concept, len(self._numbers)) for concept in told.concepts or ()]
-        self._ready[torch.device("cpu"), name] = tokens, torch.tensor(shown)
-        more = told.longest(tokens) + len(frame.front) + len(frame.back) - text.context
-        if more > 0:
-            raise ConfigError(
-                f"captions of {name!r} are {more} tokens longer than the text tower reads",
-                f"set model.config.text.context to {text.context + more} or more",
-            )
-
-
-def _mark(ids: Tensor) -> Tensor:
-    """(B, L) → (B,) a label from _TEXT on, the same for the same text and, but for a chance of 2⁻⁶², for no other"""
-    odd = torch.arange(ids.shape[1], device=ids.device) * -0x61C8864680B583EB | 1
-    mixed = (ids + 1) * odd
-    mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47  # a sum alone would take swapped words for the same
-    return (mixed.sum(1) & (_TEXT - 1)) + _TEXT
 
 
 def _whole(loss: Tensor, rows: int) -> Tensor:
@@ -213,6 +128,11 @@ def _whole(loss: Tensor, rows: int) -> Tensor:
     everywhere = torch.tensor(float(rows), device=loss.device)
     dist.all_reduce(everywhere)
     return loss * everywhere - (loss * (everywhere - rows)).detach()
+
+
+def capped_scale(log_scale: Tensor) -> Tensor:
+    """What similarities are multiplied by, a hundred at most."""
+    return _AtMost.apply(log_scale.float(), MOST).exp()
 
 
 class _AtMost(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vitrail.data.scenes.scene import Scenes
 from vitrail.data.scenes.source import Asked, SceneSource, by_source
+from vitrail.data.views import PLAIN
 from vitrail.errors import ConfigError
 from vitrail.models.detector import Detector, seen
 from vitrail.nn import cost
@@ -22,6 +23,12 @@ class DetectTask:
     """Scenes, drawn where the model is and worn a little, so that what a decoder blurs is still recognised."""
 
     def __init__(self, model: Detector, sources: Mapping[str, SceneSource]):
+        for name, source in sources.items():
+            if source.config.views != PLAIN:
+                raise ConfigError(
+                    f"source {name!r} has views of its own, which are not used here",
+                    "leave them out: scenes are worn here anyhow",
+                )
         names = model.config.concepts
         self.model = model
         self.sources = {name: source.only(names) for name, source in sources.items()}

@@ -80,9 +80,13 @@ class FramesTask:
 
 
 class DynamicsSettings(Config):
-    """`rate`: the share of a window's codes that are hidden, drawn between the two for each window"""
+    """
+    rate   the share of a window's codes that are hidden, drawn between the two for each window
+    whole  the share of frames, on average, of which none is: those before are seen whole when a world is played
+    """
 
     rate: tuple[float, float] = (0.5, 1.0)
+    whole: float = 0.0
 
 
 class DynamicsTask:
@@ -109,7 +113,7 @@ class DynamicsTask:
         model = self.model
         video = model.codec.pixels(batch["frames"])
         ids, actions = model.look(video), batch["actions"] if model.latent is None else model.infer(video)
-        hidden = hide_codes(tuple(ids.shape), self.settings.rate, ids.device)
+        hidden = hide_codes(tuple(ids.shape), self.settings.rate, ids.device, whole=self.settings.whole)
         return {"dynamics": model.dynamics.losses(ids, model.dynamics.led(actions), hidden).sum()}
 
     def flops(self, batch: Batch) -> int:

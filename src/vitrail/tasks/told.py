@@ -5,6 +5,7 @@ B samples, L tokens
 """
 
 import copy
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -15,17 +16,18 @@ from torch import Tensor, nn
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.data.scenes.source import by_source
-from vitrail.data.talks import Talks
+from vitrail.data.talks import Talk, Talks
 from vitrail.data.words.pieces import Pieces, TokenTable
 from vitrail.errors import ConfigError
 from vitrail.objectives.cross_entropy import linear_cross_entropy
 from vitrail.processing.templates import spoken
 from vitrail.processing.text import Tokenizer
+from vitrail.train import distributed
 from vitrail.train.task import Batch
 
 TEXT = "text/ids"  # of a batch: windows of plain text, whichever source they are of
 IGNORED = -100
-TRIED = 32  # samples of a source that are looked at before training
+TRIED = 64  # samples of a source that are looked at before training
 
 
 class Told(NamedTuple):
@@ -57,8 +59,10 @@ class Teller:
 
     @torch.no_grad()
     def tell(self, name: str, index: Tensor) -> Told:
-        told, L = self.talks[name].talk(index), self.length
-        table = self.table(index.device, name)
+        return self._written(name, self.talks[name].talk(index))
+
+    def _written(self, name: str, told: Talk) -> Told:
+        L, table = self.length, self.table(told.rows.device, name)
         ids, _ = table.write(told.rows, L + 1, self.end, check=False)
         piece, sizes = table.piece(told.rows, L + 1), table.length[told.rows]
         learnt = told.learnt.gather(1, piece)
@@ -72,10 +76,17 @@ class Teller:
             self._ready[device, name] = self._ready[torch.device("cpu"), name].to(device)
         return self._ready[device, name]
 
-    def refuse_nothing(self, name: str, count: int) -> None:
-        """What is never learnt would look perfect."""
+    def look_over(self, name: str, count: int) -> None:
+        """Say what is cut, and refuse where nothing is left to learn, which would look perfect."""
         index = torch.arange(min(count, TRIED))
-        if not bool((self.tell(name, index).targets != IGNORED).any()):
+        told = self.talks[name].talk(index)
+        size = self.table(index.device, name).length[told.rows].sum(1)
+        if (cut := int((size > self.length + 1).sum())) and distributed.rank() == 0:
+            sys.stderr.write(
+                f"{name}: of {len(index)} talks {cut} are longer than {self.length} tokens, and cut; the longest has "
+                f"{int(size.max())}\n"
+            )
+        if not bool((self._written(name, told).targets != IGNORED).any()):
             raise ConfigError(
                 f"of {len(index)} talks about {name!r} not one has an answer within {self.length} tokens",
                 "allow a greater length, or kinds of questions that its scenes admit",

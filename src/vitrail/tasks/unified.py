@@ -29,6 +29,7 @@ class UnifiedSettings(Config):
     draw             the sources whose pictures are drawn; the others' are read, and plain text is continued
     weights          of text, read and draw; 1 unless given
     questions, kinds how many questions are asked of a scene, of which kinds
+    wordings         of questions and prompts: the usual ones, or many more (`data.words.templates.MANY`)
     last             a kind that ends every talk: a long caption says more of a picture than questions ask
     length, prompt   tokens of a talk and of a prompt at most; what is longer is cut
     drop             chance that a prompt is left out, so that guidance knows what a picture is without one
@@ -39,6 +40,7 @@ class UnifiedSettings(Config):
     weights: dict[str, float] = {}
     questions: int = 6
     kinds: tuple[str, ...] = QUESTIONS
+    wordings: Literal["usual", "many"] = "usual"
     last: str | None = None
     length: int = 256
     prompt: int = 128
@@ -77,7 +79,8 @@ class UnifiedTask:
         self.model, self.settings, self.end = model, settings, words.eos
         shown = {name: source for name, source in sources.items() if not isinstance(source, TextWindows)}
         self.talks: dict[str, Talks] = {
-            name: talks(source, settings.questions, settings.kinds, settings.last) for name, source in shown.items()
+            name: talks(source, settings.questions, settings.kinds, settings.last, many=settings.wordings == "many")
+            for name, source in shown.items()
         }
         kinds = {"draw" if name in settings.draw else "read" for name in shown}
         kinds |= {"text"} if len(shown) < len(sources) else set()
@@ -91,7 +94,7 @@ class UnifiedTask:
         self.side = model.codec.size[0]
         for name in self.talks:
             if name not in settings.draw:
-                self.teller.refuse_nothing(name, len(shown[name]))
+                self.teller.look_over(name, len(shown[name]))
 
     # ---- samples ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A vision-language model learns to answer: scenes with several questions each, named pictures, and plain text.
 
-B samples, C channels, S side, L tokens of a talk, T tokens of a question, P pieces
+B samples, C channels, S side, L tokens of a talk, K questions, T tokens of a question, P pieces
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from vitrail.data.views import PLAIN, views
 from vitrail.data.words.ask import longest
 from vitrail.errors import ConfigError
 from vitrail.models.looking import LookingVLM
-from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of
+from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of, turn_of
 from vitrail.nn import Work, cost
 from vitrail.nn.replay import recording
 from vitrail.processing.fit import fit, squashes
@@ -63,8 +63,8 @@ class Made(NamedTuple):
     pixels: Tensor  # (B, C, S, S), normalised as the tower reads them
     ids: Tensor  # (B, L)
     targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
-    asked: Tensor | None  # (B, T) the question, −1 behind it, where queries are fused with it
-    since: Tensor | None  # (B, L) the place where each token's turn begins, where turns are apart
+    asked: Tensor | None  # (B, K, T) the questions, −1 behind each, where queries are fused with them
+    since: Tensor | None  # (B, L) the place where each token's turn begins, where that matters
 
 
 class VLMTask:
@@ -90,17 +90,18 @@ class VLMTask:
         shown = {name: source for name, source in sources.items() if not isinstance(source, TextWindows)}
         several = settings.questions != 1 and any(isinstance(source, SceneSource) for source in shown.values())
         self.apart = several and settings.turns == "apart"  # one turn needs no mask
-        if self.fused and several:
+        if self.fused and self.apart:
             raise ConfigError(
-                f"queries that are fused with the question, and {settings.questions} questions a scene",
-                "set settings.questions = 1",
+                f"queries are fused with all that was asked before, and {settings.questions} questions a scene that "
+                "know nothing of each other",
+                'set settings.turns = "together", or settings.questions = 1',
             )
         self.spoken = speaking(words, mark_of(model))
-        self.rows = Rows(model, begins(words), settings.length)
-        asked, context = self.rows.before + settings.length, model.config.decoder.context
+        self.rows = Rows(model, begins(words), settings.length, settings.questions if several else 1)
+        asked, context = self.rows.before + self.rows.later + settings.length, model.config.decoder.context
         if asked > context:
             raise ConfigError(
-                f"rows of {asked} tokens, {self.rows.before} before a talk, and a decoder made for {context}",
+                f"rows of {asked} tokens, {asked - settings.length} before a talk, and a decoder made for {context}",
                 "lower settings.length, make fewer tokens of a picture, or take a decoder of a longer context",
             )
         self.talks: dict[str, Talks] = {
@@ -114,7 +115,7 @@ class VLMTask:
         self._learnt = float(settings.length)  # tokens of a talk, when last asked
         self.longest = max([0, *map(self._question, self.talks)])  # tokens of a question
         for name in self.talks:
-            self.teller.refuse_nothing(name, len(shown[name]))
+            self.teller.look_over(name, len(shown[name]))
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
@@ -178,23 +179,32 @@ class VLMTask:
         if not parts:
             return None
         pixels, ids, targets, since = (torch.cat(column) for column in zip(*parts, strict=True))
-        asked = None
-        if self.fused:
-            answer = (ids == self.end).long().cumsum(1) > 0
-            asked = ids.masked_fill(answer, -1)[:, : self.longest]
-        return Made(self.rows.frame(ids.device), pixels, ids, targets, asked, since if self.apart else None)
+        asked = self._asked(ids, since) if self.fused else None
+        begun = since if self.apart or self.rows.later else None
+        return Made(self.rows.frame(ids.device), pixels, ids, targets, asked, begun)
+
+    def _asked(self, ids: Tensor, since: Tensor) -> Tensor:
+        """The questions of talks (B, L): of each turn what comes before its first end, (B, K, T)"""
+        K, T, ends = self.rows.questions, self.longest, (ids == self.end).long()
+        before = ends.cumsum(1) - ends
+        place = torch.arange(ids.shape[1], device=ids.device) - since  # in its turn
+        question = (ends == 0) & (before == before.gather(1, since.clamp(max=ids.shape[1] - 1))) & (place < T)
+        slot = torch.where(question, turn_of(since) * T + place, K * T)  # what is no question goes behind, and away
+        return ids.new_full((len(ids), K * T + 1), -1).scatter(1, slot, ids)[:, :-1].unflatten(1, (K, T))
 
     def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """pixels (B, C, S, S), ids (B, L), what each token should be followed by (B, L), where it is learnt, and where
         its turn begins (B, L)"""
         told = self.teller.tell(name, index)
-        found = torch.stack([told.inside.sum() + len(index) * self.rows.before, (told.targets != IGNORED).sum()])
+        turns = (turn_of(told.since) * told.inside).amax(1).sum()  # later ones
+        shown = len(index) * self.rows.before + turns * (self.rows.later // max(1, self.rows.questions - 1))
+        found = torch.stack([told.inside.sum() + shown, (told.targets != IGNORED).sum()])
         self._talked = self._talked.to(found.device) + found
         self._pictures += len(index)
         return self.viewed(told.pixels, name), told.ids, told.targets, told.since
 
     def _question(self, name: str) -> int:
-        """Tokens that no first question about a source's pictures exceeds."""
+        """Tokens that no question about a source's pictures exceeds."""
         told, table = self.talks[name], self.teller.table(torch.device("cpu"), name)
         return longest(told.words, table, told.kinds)[0] if isinstance(told, SceneTalks) else told.longest(table)[0]
 

@@ -155,7 +155,7 @@ class Log:
 
 def _rows_until(file: Path, step: int) -> Iterator[str]:
     """The lines of a log up to a step: what a killed run wrote past its checkpoint is told again, not twice."""
-    if not file.exists():
+    if not step or not file.exists():  # a run that begins has no past, though one that never got far may have written
         return
     for line in file.read_text().splitlines():
         try:

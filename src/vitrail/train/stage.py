@@ -18,6 +18,7 @@ class StageConfig(Config):
     accumulate   micro-batches a step     train       names of the parts that train; the rest is frozen
     settings     what the task takes besides its sources
     mixture      where samples come from  judge       sources the live model is judged on, every `judge_every` steps
+    judge_first  whether it is judged before the first step as well
     dtype        of the weights that compute; fp32 masters are kept beside bfloat16 ones
     ema          decay of an average of the weights that is kept, judged and saved beside them
     recompute    keep no activations inside blocks and compute them again in the backward pass
@@ -37,6 +38,7 @@ class StageConfig(Config):
     accumulate: int = 1
     judge: tuple[str, ...] = ()
     judge_every: int = 0
+    judge_first: bool = False
     save_every: int = 100
     dtype: Literal["float32", "bfloat16"] = "float32"
     ema: float | None = None

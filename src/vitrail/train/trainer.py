@@ -109,6 +109,7 @@ class Trainer:
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._passes = 2 + sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
         self.step = 0
+        self._eager = bool(stage.compile)  # whether a pass is yet to come in which parts may begin
         self._stop = 0  # the signal that asked for it
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -131,6 +132,8 @@ class Trainer:
         try:
             graphs = recording(self.stage.compile == "graphs")
             with graphs, self._signals(), self._workers(), self._ready() as batches:
+                if self.step == 0 and self.stage.judge and self.stage.judge_first:
+                    log.row(0, self.judge())
                 while self.step < self.stage.steps and not stop:
                     values = self._one_step(batches, rate)
                     self.step += 1
@@ -184,10 +187,12 @@ class Trainer:
                 counts[name] = counts.get(name, 0) + weight * count
         counts = distributed.total(counts)
         sums = dict.fromkeys(counts, 0.0)
+        run = self.whole if self._eager and unbegun(self.task.model) else self.run
+        self._eager = False
         for batch, weight in zip(made, own, strict=True):
             if self.stage.compile == "graphs":
                 torch.compiler.cudagraph_mark_step_begin()
-            losses = self.run(batch)
+            losses = run(batch)
             share = sum(self.task.weights[k] * v / max(counts[k], 1) for k, v in losses.items())
             assert isinstance(share, Tensor)
             # Gradients are averaged over the ranks, and should be summed.
@@ -393,6 +398,12 @@ class Trainer:
             f"step {self.step + 1} is not a number: losses {means}, gradient norm {norm}; its batch is in {about}",
             "look at them; mend the data, or lower the rate in a run of its own (another --out)",
         )
+
+
+def unbegun(model: nn.Module) -> bool:
+    """Whether a part, such as a codebook, makes its start of the first batch: with loops, and once, so that a compiler
+    would break the pass there and compile it anew for the second."""
+    return any(module.training and not getattr(module, "begun", True) for module in model.modules())
 
 
 def _seed(seed: int, step: int, rank: int, what: str = "") -> int:

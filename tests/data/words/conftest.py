@@ -95,6 +95,11 @@ def words(toy) -> Words:
 
 
 @pytest.fixture(scope="session")
+def many_words(toy) -> Words:
+    return Words.of(toy, objects=8, many=True)
+
+
+@pytest.fixture(scope="session")
 def oracle(toy) -> Oracle:
     return Oracle(toy)
 

@@ -205,7 +205,7 @@ class Oracle:
         if kind.startswith("choice"):
             return self.choose(kind, question, objects)
         texts = {**templates.QUESTIONS, **templates.FOLLOW_UPS}[kind]
-        read = self.reading(texts.train + texts.test, question)
+        read = self.reading(texts.train + texts.test + templates.MANY.get(kind, ()), question)
         kind = kind.removeprefix("unanswerable_").partition("_")[0] if not kind.startswith("it_") else kind
         return getattr(self, f"answer_{kind}")(objects, read) if it is None else self.about(kind, it)
 
@@ -355,7 +355,7 @@ class Oracle:
     def prompt_is_true(self, kind, text, objects):
         """By the letter of the prompt: what it names is there, so often or so coloured, and so it lies."""
         texts = templates.DRAWINGS[kind]
-        read = self.reading(texts.train + texts.test, text)
+        read = self.reading(texts.train + texts.test + templates.MANY[f"draw_{kind}"], text)
         fits = {
             s: [o for o in objects if o.said == read[s][1] and read[s][0] in ("", o.colour)] for s in "xy" if s in read
         }

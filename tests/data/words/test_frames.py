@@ -1,6 +1,7 @@
 """Templates: English that is right, paraphrases held apart, and one gather that fills them all."""
 
 import re
+from difflib import SequenceMatcher
 from itertools import chain
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from vitrail.data.scenes import backgrounds
 from vitrail.data.words import KINDS, Pieces, Words, ask, english
 from vitrail.data.words.frames import Frames, Group, Lexicon, Noun, Thing
-from vitrail.data.words.templates import CAPTIONS, DRAWINGS, FOLLOW_UPS, LOOSE, QUESTIONS
+from vitrail.data.words.templates import CAPTIONS, DRAWINGS, FOLLOW_UPS, LOOSE, MANY, QUESTIONS
 from vitrail.errors import ConfigError, TextError
 
 NOUNS = [Noun("dog", "dogs"), Noun("apple", "apples"), Noun('word "up"', 'words "up"', True), Noun("word", "words")]
@@ -131,9 +132,37 @@ def test_no_kind_trains_on_what_any_kind_holds_out():
     assert not train & test
 
 
+@pytest.mark.parametrize("kind", MANY)
+def test_further_wordings_are_new_and_nowhere_near_a_held_out_one(kind):
+    """Neither as sentences nor word by word: of what stands between the slots a third or more is another."""
+    texts, more = (ASKED | LOOSE)[kind], MANY[kind]
+    assert len(set(more)) == len(more) and not set(map(bare, more)) & set(map(bare, texts.train))
+
+    def between(text: str) -> list[str]:
+        return re.findall(r"\w+", re.sub(r"\{[^}]*\}", "", text.lower()))
+
+    for held in {text for kind in (ASKED | PROMPTS).values() for text in kind.test}:
+        near = [text for text in more if SequenceMatcher(None, between(text), between(held)).ratio() > 2 / 3]
+        assert not near, (held, near)
+
+
+def test_many_wordings_are_drawn_where_they_are_asked_for_and_nowhere_else(words, many_words, scenes):
+    batch, many = scenes(1, many=2000), many_words
+    for kind in ("counting", "existence_random", "relation"):
+        usual, more = (ask(some, batch, 0, kind) for some in (words, many))
+        texts, further = QUESTIONS[kind].train, MANY[kind]
+        assert usual.template[usual.valid].unique().tolist() == list(range(len(texts)))
+        assert more.template[more.valid].unique().tolist() == list(range(len(texts) + len(further)))
+        held = ask(many, batch, 0, kind, held_out=True)
+        known = ask(words, batch, 0, kind, held_out=True)
+        assert many.pieces.read(held.question[:20]) == words.pieces.read(known.question[:20])
+        assert torch.equal(usual.label, more.label) and torch.equal(usual.valid, more.valid)  # other words, same truth
+
+
 @pytest.mark.parametrize("kind", [*ASKED, *LOOSE])
 def test_every_wording_is_filled_whatever_the_names(kind):
     texts, pieces = (ASKED | LOOSE)[kind], Pieces()
+    texts = texts._replace(train=texts.train + MANY.get(kind, ()))
     wordings = (*texts.train, *texts.test)
     forms = {"box": "07", "background": ["stripes", "checks"], "text": ["stop", "up"]}
     frames = Frames(texts.train, texts.test, Lexicon(NOUNS, forms, groups=4), pieces)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from data.words.oracle import confusable
 from vitrail.data.words import DRAFTS, INVENTED, KINDS, ask, converse, matches, preference, prompt, swap
 from vitrail.data.words.templates import CAPTIONS, DRAWINGS, QUESTIONS, SWAPS
+from vitrail.data.words.templates import MANY as FURTHER
 
 SEEDS = st.integers(0, 2**31)
 MANY = 24
@@ -27,6 +28,17 @@ def told(pieces, rows, valid):
 def test_answers_are_the_oracles(kind, seed, held_out, words, scenes, oracle):
     batch = scenes(seed, many=MANY)
     said = ask(words, batch, seed, kind, held_out=held_out)
+    answers = words.pieces.read(said.answer)
+    for b, question in told(words.pieces, said.question, said.valid).items():
+        assert answers[b] == oracle.answer(kind, question, oracle.objects(batch, b)), question
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FURTHER if kind in QUESTIONS])
+@given(seed=SEEDS)
+@settings(max_examples=8, deadline=None)
+def test_answers_in_many_wordings_are_the_oracles(kind, seed, many_words, scenes, oracle):
+    batch, words = scenes(seed, many=2 * MANY), many_words
+    said = ask(words, batch, seed, kind)
     answers = words.pieces.read(said.answer)
     for b, question in told(words.pieces, said.question, said.valid).items():
         assert answers[b] == oracle.answer(kind, question, oracle.objects(batch, b)), question

@@ -74,6 +74,12 @@ class VQ(Quantizer[VQConfig]):
         else:
             self.learned = nn.Parameter(torch.zeros(c.codes, c.dim))
 
+    @property
+    def begun(self) -> bool:
+        """Whether nothing is left to be made of a first batch. Asks the device, as long as that is not known."""
+        self._started = self._started or bool(self.started)
+        return self._started
+
     def table(self) -> Tensor:
         """The codes as they are now (K, D), float32."""
         if self.config.learn == "ema":

@@ -32,6 +32,9 @@ class SceneConfig(Config):
     fonts: tuple[str, ...] = ()  # in which fonts words appear
     backgrounds: tuple[str, ...] = backgrounds.NAMES
     grounds: int = 0  # how many different ones of each kind there are; 0 is one a scene
+    mirror: float = 0.0  # chance that a thing is drawn the other way round; words never are
+    bend: float = 0.0  # how far a thing's proportions go astray inside its box
+    shade: float = 0.0  # how far its colours do; those that are tinted keep the name of theirs
     combinations: Literal["train", "test", "all"] = "train"  # which colours a concept may wear, see `held_out`
 
     def __post_init__(self) -> None:
@@ -44,9 +47,14 @@ class SceneConfig(Config):
             least, most = getattr(self, name)
             if not 0.02 <= least <= most <= 1:
                 raise ConfigError(f"{name} from {least} to {most}", "give a range within 0.02 … 1")
-        for name in ("overlap", "visible", "tint", "repeat", "inside", "word"):
+        for name in ("overlap", "visible", "tint", "repeat", "inside", "word", "mirror"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "give a share of 0 to 1")
+        for name, most in (("bend", 0.8), ("shade", 0.4)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}", f"give 0 … {most}: beyond, nobody can name a thing"
+                )
         if not 0.1 <= self.opacity <= 1:
             raise ConfigError(f"opacity is {self.opacity}", "give 0.1 to 1: what is fainter nobody can name")
         if self.visible > 0.6:

@@ -58,6 +58,18 @@ def tinted(tones: Tensor, ink: Tensor, light: Tensor) -> Tensor:
     return _shifted(mixed).add_(tones & OPACITY)
 
 
+def shaded(layer: Tensor, shade: Tensor) -> Tensor:
+    """A layer whose colours become sums of its red, green, blue and opacity: shade (12, …) in 1/4096, the three sums
+    one behind the other. No colour passes opacity."""
+    red, green, blue, opacity = (channel(layer, which) for which in range(4))
+    out = layer & OPACITY
+    for which in range(3):
+        r, g, b, a = shade[4 * which : 4 * which + 4]
+        mixed = r * red + g * green + b * blue + a * opacity + 2048 >> 12
+        out = out | torch.minimum(mixed.clamp(min=0), opacity) << 16 * which
+    return out
+
+
 def bytes_of(packed: Tensor) -> Tensor:
     """(B, H, W) → uint8 (B, 3, H, W) the colours, as a view"""
     return packed.view(torch.uint8).unflatten(-1, (-1, 8))[..., 0:6:2].permute(0, 3, 1, 2)

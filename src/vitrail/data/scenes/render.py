@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from vitrail.data.scenes.backgrounds import backdrop
-from vitrail.data.scenes.lanes import bytes_of, channel, faded, lerp, over, tinted
+from vitrail.data.scenes.lanes import bytes_of, channel, faded, lerp, over, shaded, tinted
+from vitrail.data.scenes.looks import Look
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.scenes.texture import Texture
@@ -37,13 +38,19 @@ class Masks(NamedTuple):
 
 
 def render(
-    scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True, opacity: float = 1.0
+    scenes: Scenes,
+    atlas: Atlas,
+    size: int | tuple[int, int],
+    windows: bool = True,
+    opacity: float = 1.0,
+    look: Look | None = None,
 ) -> Tensor:
-    """uint8 (B, 3, H, W). `size` is a side or (H, W); `windows` chooses the way; `opacity` is that of all objects."""
+    """uint8 (B, 3, H, W). `size` is a side or (H, W); `windows` chooses the way; `opacity` is that of all objects;
+    `look` says how each differs from how it was designed."""
     H, W = _size(size)
     share = round(256 * opacity)
     out = scenes.box.new_empty(len(scenes), 3, H, W, dtype=torch.uint8)
-    for rows, slots in _chunks(scenes, atlas, H, W, windows):
+    for rows, slots in _chunks(scenes, atlas, H, W, windows, look):
         canvas = backdrop(scenes.background[rows], H, W)
         flat = canvas.view(-1)
         for places, layer in slots:
@@ -56,12 +63,14 @@ def render(
     return out
 
 
-def masks(scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True) -> Masks:
+def masks(
+    scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True, look: Look | None = None
+) -> Masks:
     """How far every object, whole or as it is seen, covers every pixel."""
     H, W = _size(size)
     B, O = scenes.sprite.shape
     whole = scenes.box.new_zeros(B, O, H, W, dtype=torch.uint8)
-    for rows, slots in _chunks(scenes, atlas, H, W, windows):
+    for rows, slots in _chunks(scenes, atlas, H, W, windows, look):
         for slot, (places, layer) in enumerate(slots):
             if places is None:
                 whole[rows, slot] = channel(layer, 3)
@@ -86,7 +95,7 @@ def _size(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _chunks(
-    scenes: Scenes, atlas: Atlas, H: int, W: int, windows: bool
+    scenes: Scenes, atlas: Atlas, H: int, W: int, windows: bool, look: Look | None
 ) -> Iterator[tuple[slice, Iterator[tuple[Tensor | None, Tensor]]]]:
     """Rows of the batch, and their slots from the farthest: (places or None for everywhere, packed layer)."""
     device = scenes.box.device
@@ -97,8 +106,22 @@ def _chunks(
     step = max(1, CHUNK.get(device.type, CHUNK["cuda"]) // (H * W))
     for start in range(0, len(scenes), step):
         rows = slice(start, min(start + step, len(scenes)))
-        objects = _Objects(scenes[rows], atlas.texture, atlas.table.aspect, H, W)
+        worn = None if look is None else Look(look.mirrored[rows], look.bend[rows], look.shade[:, rows])
+        objects = _Objects(scenes[rows], atlas.texture, atlas.table.aspect, H, W, worn)
         yield rows, objects.in_windows() if windows else objects.everywhere()
+
+
+class _Worn(NamedTuple):
+    """How a look moves what lies along one side of a box."""
+
+    bend: Tensor  # (B, O) in 1/256
+    mirrored: Tensor | None  # (B, O), of the side from left to right
+
+    def along(self, at: Tensor, whole: Tensor) -> Tensor:
+        """(B, O, pixels) from 0 to `whole` (B, O, 1): the ends stay where they are, and what lies beyond"""
+        within = at.clamp(min=0).minimum(whole)
+        at = at + self.bend[..., None] * within * (whole - within) // (256 * whole.clamp(min=1))
+        return at if self.mirrored is None else torch.where(self.mirrored[..., None], whole - at, at)
 
 
 class _Axis(NamedTuple):
@@ -110,13 +133,18 @@ class _Axis(NamedTuple):
     count: Tensor  # (B, O): the pixels of its window, 0 in an empty slot
 
     @classmethod
-    def of(cls, low: Tensor, high: Tensor, aspect: Tensor, side: Tensor, pixels: int) -> "_Axis":
+    def of(
+        cls, low: Tensor, high: Tensor, aspect: Tensor, side: Tensor, pixels: int, worn: "_Worn | None" = None
+    ) -> "_Axis":
         """From the ends of the boxes (B, O). Beyond a box both texels are in the cell's transparent rim; so they are
         everywhere in an empty slot."""
         centre = (2 * torch.arange(pixels, device=low.device) + 1) * GRID  # in 1/(2 · GRID · pixels) of the picture
         scale = (256 * (side - 2) * aspect)[..., None]
         along = (centre - 2 * pixels * low[..., None]) * scale
-        at = 128 + along // (2 * pixels * GRID * (high - low).clamp(min=1)[..., None])  # texel centres lie at halves
+        along = along // (2 * pixels * GRID * (high - low).clamp(min=1)[..., None])
+        if worn is not None:
+            along = worn.along(along, (scale[..., 0] // GRID)[..., None])
+        at = 128 + along  # texel centres lie at halves
         last = side[..., None] - 1
         at = torch.minimum(at.clamp(min=0), last << 8)
         texel = torch.minimum(at >> 8, last - 1)
@@ -130,7 +158,7 @@ class _Axis(NamedTuple):
 class _Objects:
     """Where the texels of each object lie, and how the picture's lines and columns read them."""
 
-    def __init__(self, scenes: Scenes, texture: Texture, aspect: Tensor, H: int, W: int):
+    def __init__(self, scenes: Scenes, texture: Texture, aspect: Tensor, H: int, W: int, look: Look | None):
         sprite, colour = scenes.sprite.clamp(min=0), scenes.colour  # (B, O)
         x0, y0, x1, y1 = scenes.box.unbind(-1)
         longest = torch.maximum((x1 - x0) * W, (y1 - y0) * H)  # (B, O), in 1/GRID of a pixel
@@ -142,8 +170,11 @@ class _Objects:
         self.start = texture.start[level] + (sprite + self.tinted * len(aspect)) * self.side * self.side
         self.ink, self.light = texture.ink[colour], texture.light[texture.word[sprite], colour]
         wide, high = aspect[sprite].unbind(-1)
-        self.x = _Axis.of(x0, x1, wide, self.side, W)
-        self.y = _Axis.of(y0, y1, high, self.side, H)
+        self.look = look
+        across = None if look is None else _Worn(look.bend[..., 0], look.mirrored)
+        down = None if look is None else _Worn(look.bend[..., 1], None)
+        self.x = _Axis.of(x0, x1, wide, self.side, W, across)
+        self.y = _Axis.of(y0, y1, high, self.side, H, down)
 
     def everywhere(self) -> Iterator[tuple[None, Tensor]]:
         """For each slot (B, H, W) what it shows at every pixel"""
@@ -152,7 +183,8 @@ class _Objects:
             start, side, ink, light, coloured = (t[:, slot, None, None] for t in objects)
             first = (start + self.y.texel[:, slot, :, None] * side) + self.x.texel[:, slot, None, :]
             layer = self._read(first, side, self.x.share[:, slot, None, :], self.y.share[:, slot, :, None])
-            yield None, torch.where(coloured, tinted(layer, ink, light), layer)
+            layer = torch.where(coloured, tinted(layer, ink, light), layer)
+            yield None, layer if self.look is None else shaded(layer, self.look.shade[:, :, slot, None, None])
 
     def in_windows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """For each slot (P,) places in the flattened (B, H, W) where its objects lie, and (P,) what they show there"""
@@ -181,6 +213,8 @@ class _Objects:
         if coloured:
             whose = _take(scene, line[:coloured])
             layer[:coloured] = tinted(layer[:coloured], self.ink[whose, slot], self.light[whose, slot])
+        if self.look is not None:
+            layer = shaded(layer, self.look.shade[:, :, slot][:, _take(scene, line)])
         return _take(at * W, line) + column, layer
 
     def _read(self, first: Tensor, side: Tensor, across: Tensor, down: Tensor) -> Tensor:

@@ -13,16 +13,22 @@ from torch import Tensor
 from vitrail.config import Config
 from vitrail.data.scenes.config import PRESETS, SceneConfig
 from vitrail.data.scenes.layout import Layout
+from vitrail.data.scenes.looks import Looks
 from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.sprites import Atlas, rows_where
 from vitrail.data.scenes.things import things
+from vitrail.data.views import PLAIN, ViewsConfig
 from vitrail.errors import ConfigError, nearest
 from vitrail.nn.replay import Replayed
 
+SAFE = 0.05  # how far colours of a whole picture go astray before a tint has another name
+
 
 class ScenesConfig(Config, tag="scenes", tag_field="kind"):
-    """`atlas` is one of the library ("emoji") or a file. A preset, altered by `scene`, says what is in the scenes."""
+    """`atlas` is one of the library ("emoji") or a file. A preset, altered by `scene`, says what is in the scenes, and
+    how things look; `views` say how whole pictures are varied in training, as far as all that is said of them stays
+    true."""
 
     atlas: str
     preset: str = "plain"
@@ -30,6 +36,7 @@ class ScenesConfig(Config, tag="scenes", tag_field="kind"):
     side: int = 64
     seed: int = 0
     count: int = 1 << 30  # samples before they repeat
+    views: ViewsConfig = PLAIN
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -39,6 +46,15 @@ class ScenesConfig(Config, tag="scenes", tag_field="kind"):
         if self.count < 1:
             raise ConfigError(f"{self.count} scenes", "give at least one")
         self.asked()
+        untrue = [name for name in ViewsConfig.__struct_fields__ if name not in ("colour", "gamma", "focus", "noise")]
+        for name in untrue:
+            if getattr(self.views, name) != getattr(PLAIN, name):
+                raise ConfigError(
+                    f"views.{name} of scenes would give the lie to what is said of them",
+                    "vary colour, gamma, focus and noise; scene.mirror, bend and shade vary things where they stand",
+                )
+        if (far := max(self.views.colour, *map(abs, self.views.gamma))) > SAFE:
+            raise ConfigError(f"views of scenes {far:g} astray change names of colours", f"go no further than {SAFE:g}")
 
     def asked(self) -> SceneConfig:
         return SceneConfig.read(PRESETS[self.preset].plain() | self.scene)
@@ -66,7 +82,7 @@ class SceneSource:
 
     def __init__(self, config: ScenesConfig, atlas: Atlas, name: str = "scenes"):
         self.config, self.atlas, self.name = config, atlas, name
-        self._ready: dict[torch.device, tuple[Layout, Atlas]] = {}
+        self._ready: dict[torch.device, tuple[Layout, Atlas, Looks]] = {}
         self.pixels = Replayed(lambda index: self.draw(index).pixels)  # uint8 (B, 3, H, W), without the truth
 
     @property
@@ -112,7 +128,9 @@ class SceneSource:
         """uint8 (B, 3, H, W): scenes as this source draws them."""
         device = scenes.box.device
         windows = device.type == "cpu"  # a GPU would wait for the host to learn their sizes
-        return render(scenes, self._on(device)[1], self.size, windows, self.config.asked().opacity)
+        _, atlas, looks = self._on(device)
+        look = looks(self.config.seed, scenes)
+        return render(scenes, atlas, self.size, windows, self.config.asked().opacity, look)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -121,10 +139,11 @@ class SceneSource:
         side, short = self.config.side, min(width, height)
         return side * height // short, side * width // short
 
-    def _on(self, device: torch.device) -> tuple[Layout, Atlas]:
+    def _on(self, device: torch.device) -> tuple[Layout, Atlas, Looks]:
         if device not in self._ready:
             atlas = self.atlas.to(device)
-            self._ready[device] = Layout(self.config.asked(), atlas.table, device), atlas
+            asked = self.config.asked()
+            self._ready[device] = Layout(asked, atlas.table, device), atlas, Looks(asked, atlas.table, device)
         return self._ready[device]
 
 

@@ -60,11 +60,17 @@ class Words:
         sprites: Tensor | None = None,
         backgrounds: Sequence[str] = tuple(english.BACKGROUNDS.get(name, name) for name in NAMES),
         grid: int = 100,
+        many: bool = False,
     ) -> "Words":
         """`sprites` are the rows that scenes draw from (all, if not said): nothing else is asked about. `backgrounds`
-        say what each kind of background shows; with none of them captions are silent about it."""
+        say what each kind of background shows; with none of them captions are silent about it. `many` has more
+        wordings than are usual in training."""
         if not 1 <= objects <= MOST:
             raise ConfigError(f"objects = {objects}: scenes of 1 to {MOST} objects can be told", "use fewer")
+
+        def wordings(kind: str, texts: templates.Kind) -> tuple[str, ...]:
+            return texts.train + (templates.MANY.get(kind, ()) if many else ())
+
         names = Names(table, sprites)
         C = len(names.texts)
         pieces = Pieces()
@@ -80,13 +86,13 @@ class Words:
             backgrounds=len(backgrounds),
             sorts={
                 kind: Sort(
-                    Frames(texts.train, texts.test, lexicon, pieces),
+                    Frames(wordings(kind, texts), texts.test, lexicon, pieces),
                     Frames(texts.answers, texts.answers_test, lexicon, pieces),
                 )
                 for kind, texts in (templates.QUESTIONS | templates.CAPTIONS | templates.FOLLOW_UPS).items()
             },
             loose={
-                name: Frames(texts.train, texts.test, lexicon, pieces)
+                name: Frames(wordings(name, texts), texts.test, lexicon, pieces)
                 for name, texts in templates.LOOSE.items()
                 if backgrounds or name != "behind"
             },

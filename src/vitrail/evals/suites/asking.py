@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evals.contrastive import Embedder, narrowed
+from vitrail.evals.queried import QueryEmbedder
 from vitrail.evals.shares import Score
 from vitrail.evals.suites.retrieval import AT, Way, scored, spread, ways
 from vitrail.evals.suites.sets import UNTOLD, Album
@@ -42,7 +43,7 @@ class Answers(NamedTuple):
         return f"{line}, left out: {', '.join(why)}" if why else line
 
 
-def ask(embedder: Embedder, album: Album, asking: Asking) -> Answers:
+def ask(embedder: Embedder | QueryEmbedder, album: Album, asking: Asking) -> Answers:
     """All languages share one look at the pictures; keywords need none."""
     languages = _languages(album, asking)
     leave = album.numbers(asking.without)

@@ -14,6 +14,7 @@ from torch import Tensor
 from vitrail.errors import DataError
 from vitrail.evals.contrastive import narrowed
 from vitrail.evals.shares import EVERYTHING, Score, Share
+from vitrail.objectives.queries import closest
 
 TILE = 2048  # queries, and things of the gallery, that are compared at once
 RESAMPLES = 1000
@@ -24,7 +25,7 @@ def ranks(queries: Tensor, gallery: Tensor, asked: Tensor, held: Tensor, *, tile
     """(Q,) the rank, from 1, of the first of the gallery that belongs to a query: those with `held` (G,) == `asked`.
 
     What does not belong and lies exactly as near counts half, so that a model that gives everything the same vector is
-    no better than chance. queries (Q, E), gallery (G, E).
+    no better than chance. queries (Q, E), gallery (G, E); of either several vectors each, of which the nearest counts.
     """
     found = torch.empty(len(queries), dtype=torch.float64)
     for start in range(0, len(queries), tile):
@@ -48,7 +49,14 @@ def _tiles(queries: Tensor, gallery: Tensor, asked: Tensor, held: Tensor, tile: 
     """scores and belonging (q, g), one piece of the gallery after another"""
     for start in range(0, len(gallery), tile):
         columns = slice(start, start + tile)
-        yield queries @ gallery[columns].T, asked[:, None] == held[columns]
+        yield _near(queries, gallery[columns]), asked[:, None] == held[columns]
+
+
+def _near(queries: Tensor, gallery: Tensor) -> Tensor:
+    """(q, g)"""
+    if queries.ndim == 3:
+        return closest(queries, gallery)
+    return closest(gallery, queries).T if gallery.ndim == 3 else queries @ gallery.T
 
 
 class Ranks(NamedTuple):

@@ -195,7 +195,7 @@ class Studio:
             blank = next((repr(prompt) for prompt, own in zip(prompts, asked, strict=False) if not own), "nothing")
             raise ConfigError(
                 f"{tries} tries for {blank:.80}",
-                "give at least one; among several is chosen by the things that a prompt names, of those that mini draws",
+                "give at least one; of several one is chosen by the things that are named, of those that mini draws",
             )
         device = self.model.codec.device
         named = {key: how.pop(key) for key in list(how) if key in ("temperature", "top_k", "top_p", "min_p")}

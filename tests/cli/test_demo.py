@@ -158,8 +158,10 @@ def test_the_judge_knows_what_it_is_asked_for():
     assert sorted(named(judge, judge.look(pixels["places"])).split(", ")) == ["house", "pizza", "tiger"]
     assert sorted(named(judge, judge.look(pixels["numbers"])).split(", ")) == ["house"] * 3 + ["penguin"] * 2
     names = judge.detector.config.concepts
-    asked = prompts(judge.words, "single", len(names))
+    asked = prompts(judge.words, "single", len(names), among=judge.knows)
     texts = judge.words.pieces.read(asked.text)
+    # Nothing is asked for that it never heard of: what scenes frame things with has names too, and cannot be found.
+    assert all(any(re.search(rf"\b{name}\b", text) for name in names) for text in texts)
     one = next(i for i, text in enumerate(texts) if re.search(r"\ba tiger\b", text))
     assert judge.right(asked.spec[one : one + 1], pixels["places"]).tolist() == [True]
     assert judge.right(asked.spec[one : one + 1], pixels["numbers"]).tolist() == [False]

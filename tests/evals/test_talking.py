@@ -79,6 +79,7 @@ class Judge:
 
     def __init__(self, source, words):
         self.words, self.made = words, source.draw(torch.arange(2000))
+        self.knows = tuple(words.concept.unique().tolist())
         self.rows = {picture.numpy().tobytes(): row for row, picture in enumerate(self.made.pixels)}
 
     def look(self, pixels):

@@ -11,7 +11,10 @@ from cyclopts import Parameter
 from vitrail.errors import CheckpointError, ConfigError
 
 WORLD = "mini-world"  # the world that ships with the package
-TRAIN = "vitrail train untested/genie-pocket --out out/genie"
+TRAIN = (
+    "vitrail data make pocket-curtain -o out/episodes/curtain --episodes 1500 --steps 48 && "
+    "vitrail train untested/genie-pocket --out out/genie"
+)
 INSTEAD = f"train a world ({TRAIN}) and give out/genie/final, or play a simulator alone: vitrail play --world pocket"
 
 
@@ -31,8 +34,6 @@ def play(
 ) -> None:
     """Play in a world model, in the browser.
 
-    Example: vitrail play
-
     Example: vitrail play out/genie/final --world coinrun --episodes out/episodes/coinrun
 
     Example: vitrail play --world pocket
@@ -42,8 +43,8 @@ def play(
     Parameters
     ----------
     model
-        The folder of a world model, or mini-world, which ships. With neither this nor --world it is mini-world beside
-        the simulator that it learned from.
+        The folder of a world model. With neither this nor --world it is mini-world beside the simulator that it learned
+        from, where the package came with its weights.
     world
         A simulator to play beside the model under the same keys, or alone: pocket, coinrun, doom, … One that needs
         packages gets an environment of its own the first time.

@@ -39,6 +39,7 @@ class Judge:
             raise ConfigError("the judge tells other colours apart", "train it on this version's COLOURS")
         # What no prompt can name is nothing that was asked for, and left out.
         self.row = torch.tensor([shown.get(name, -1) for name in detector.config.concepts])
+        self.knows = tuple(table.concept[list(shown.values())].tolist())  # frames have names too, which it never heard
 
     @torch.no_grad()
     def look(self, pixels: Tensor) -> Scenes:

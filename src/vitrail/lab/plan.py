@@ -104,6 +104,10 @@ def pricer(
             f"{system if isinstance(system, str) else type(config).__name__} reads no picture's tokens in its stream",
             "name a decoder, or a model whose pictures become tokens",
         )
+    if isinstance(config, VLMConfig) and config.voco:
+        raise ConfigError(
+            "text sees a VoCo model's own tokens and no picture's, however many", "name a model without them"
+        )
     if answer < 1:
         raise ConfigError(f"an answer of {answer} tokens", "give at least one")
     given = {"context": words, "batch": batch, "dtype": dtype, "devices": [device], "picture": picture, "lengths": ()}

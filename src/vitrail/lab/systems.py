@@ -47,7 +47,7 @@ def _vlm(config: VLMConfig | LookingVLMConfig, said: int = 1) -> Built:
         # The new tokens see each other, as `asked` has it, and all that was there.
         work = asked.with_(pairs=asked.pairs + n * asked.tokens, held=asked.held + n)
         length = n + asked.tokens + 1
-        word = Work.decode(length) if isinstance(model, VLM) else model.step(length, [PICTURE])
+        word = model.step(length, [PICTURE])
         first = Pass("the first token", [(model, work)])
         return [first, Pass("more tokens", [(model.decoder, word)], said - 1)] if said > 1 else [first]
 

@@ -18,7 +18,7 @@ def draw(studio: Studio, judge: Judge, seed: int, step: Step, measured: Measured
     named = 0
     drawn: list[Drawn] = []
     for kind in DRAWINGS:
-        asked = prompts(judge.words, kind, 1, seed)
+        asked = prompts(judge.words, kind, 1, seed, among=judge.knows)
         text = judge.words.pieces.read(asked.text)[0]
         pictures = studio.draw([text] * SEEDS, seed=seed, progress=step(f"drawing {text}"))
         made = [judged(judge, text, asked.spec, seed + i, picture) for i, picture in enumerate(pictures)]

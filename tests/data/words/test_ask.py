@@ -166,6 +166,8 @@ def test_prompts_out_of_nothing(kind, words):
     assert texts[:8] == words.pieces.read(prompts(words, kind, 8, seed=3).text)
     assert texts != words.pieces.read(prompts(words, kind, 20, seed=4).text)
     assert not set(texts) & set(words.pieces.read(prompts(words, kind, 20, seed=3, held_out=True).text))
+    some = drawn.spec.concept.unique().tolist()[:3]
+    assert set(prompts(words, kind, 2, among=some).spec.concept.flatten().tolist()) <= set(some)
     if kind == "single":
         with pytest.raises(ConfigError, match="concepts give"):
             prompts(words, kind, 1000)

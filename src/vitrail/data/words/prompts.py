@@ -4,6 +4,7 @@ and colours to go by.
 B prompts, O object slots, K the two things that a prompt may name.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 
@@ -71,10 +72,14 @@ def prompt(words: Words, scenes: Scenes, seed: int, kind: str, *, whole: bool = 
     return _written(words, draws, kind, spec, valid)
 
 
-def prompts(words: Words, kind: str, n: int, seed: int = 0, *, held_out: bool = False) -> Prompt:
-    """n different prompts of a kind, out of nothing: the concepts in use, all colours, two to four of a thing."""
+def prompts(
+    words: Words, kind: str, n: int, seed: int = 0, *, held_out: bool = False, among: Sequence[int] | None = None
+) -> Prompt:
+    """n different prompts of a kind, out of nothing: the concepts in use, or those of them `among` some, all colours,
+    two to four of a thing."""
     _known(kind)
     pool = words.even.concept[~words.is_word[words.even.concept]].tolist()
+    pool = pool if among is None else [concept for concept in pool if concept in set(among)]
     hues, m = len(COLOURS) - 1, len(pool)
     sizes = {
         "single": (m,),

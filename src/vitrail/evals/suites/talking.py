@@ -124,7 +124,7 @@ def drawn(
         raise ConfigError(f"{count} drawings of each kind", "ask for at least one")
     scores, hits, chance = [], 0, 0
     for number, kind in enumerate(DRAWINGS):
-        asked = prompts(judge.words, kind, count, seed, held_out=held_out)
+        asked = prompts(judge.words, kind, count, seed, held_out=held_out, among=judge.knows)
         texts, others = judge.words.pieces.read(asked.text), asked.spec[torch.arange(count).roll(1)]
         right, taken = 0, 0
         for first in range(0, count, batch):

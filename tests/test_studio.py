@@ -11,12 +11,13 @@ import vitrail
 from generate.test_answers import TEXTS, unified
 from vitrail import hub
 from vitrail.cli import main
+from vitrail.data.words.checks import checks
 from vitrail.errors import ConfigError, ImageError
 from vitrail.generate.answers import Reading
 from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
 from vitrail.processing.text import Tokenizer
-from vitrail.studio import DESCRIBE, Studio
+from vitrail.studio import APART, DESCRIBE, Studio
 
 
 @pytest.fixture(scope="module", params=["raster", "masked"])
@@ -82,6 +83,25 @@ def test_options_are_weighed_as_they_would_be_written(studio, folder):
         studio.likelihoods([([a, b], TEXTS[0], [TEXTS[1]])])
     with pytest.raises(ConfigError, match="no option"):
         studio.likelihoods([(a, TEXTS[0], [])])
+
+
+def test_of_several_tries_the_one_is_kept_that_answers_as_the_prompt(studio):
+    how = {"steps": 3, "guidance": 2.0}
+    prompts, told = ["a red dog", "two cats above an owl"], []
+    each = [studio.draw(prompts, seed=5 + n * APART, **how) for n in range(3)]
+    best = studio.draw(prompts, seed=5, tries=3, progress=lambda done, of: told.append(done / of), **how)
+    for row, prompt in enumerate(prompts):
+        sure = [
+            sum(studio.likelihoods([(some[row], *(check.question, [check.answer]))])[0][0] for check in checks(prompt))
+            for some in each
+        ]
+        assert same(best[row], each[sure.index(max(sure))][row])
+    assert told == sorted(told) and told[-1] == 1
+    assert same(studio.draw(prompts[0], seed=5, tries=1, **how), each[0][0])
+    with pytest.raises(ConfigError, match="0 tries"):
+        studio.draw(prompts, tries=0)
+    with pytest.raises(ConfigError, match="2 tries for 'something nice'"):
+        studio.draw([*prompts, "something nice"], tries=2)
 
 
 def test_a_drawing_is_what_the_model_draws(studio):

@@ -152,6 +152,7 @@ def drawing(
     guidance: float = 3.0,
     steps: int = 24,
     temperature: float = 1.0,
+    tries: int = 1,
     seed: int = 0,
     atlas: str = "emoji",
     true: str = "flat",
@@ -179,6 +180,8 @@ def drawing(
         Passes of a model that draws all codes at once.
     temperature
         Of the choice of codes.
+    tries
+        Drawings of each prompt, of which the model chooses the one that is judged, as `vitrail draw --tries` does.
     seed
         Of the prompts and of the drawings.
     atlas
@@ -210,7 +213,7 @@ def drawing(
     known = Judge(detector, Words.of(table).to(device_of(common)), table)
 
     def drawer(texts: list[str], first: int) -> torch.Tensor:
-        how = {"guidance": guidance, "steps": steps, "temperature": temperature}
+        how = {"guidance": guidance, "steps": steps, "temperature": temperature, "tries": tries}
         return shown(studio.draw_ids(texts, seed=seed + first, **how))
 
     def shown(ids: torch.Tensor) -> torch.Tensor:
@@ -233,7 +236,7 @@ def drawing(
         scores.append(redrawn(through, known, there, count, batch=common.batch))
     settings = {
         "judge": judge, "count": count, "concepts": len(names), "unseen": unseen, "guidance": guidance, "steps": steps,
-        "temperature": temperature, "seed": seed, "true": true,
+        "temperature": temperature, "tries": tries, "seed": seed, "true": true,
     }  # fmt: skip
     tell("drawing", model, settings, scores, common)
     if page is not None:

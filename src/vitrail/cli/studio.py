@@ -44,6 +44,7 @@ def draw(
     out: Annotated[Path, Parameter(alias="-o")],
     model: str = "mini",
     count: int = 1,
+    tries: int = 1,
     negative: str | None = None,
     guidance: float = 3.0,
     steps: int = 24,
@@ -69,6 +70,9 @@ def draw(
         A unified model: a folder, or mini where the package came with its weights.
     count
         How many, each with a seed of its own.
+    tries
+        Draw each so many times, ask the model itself how many of each thing there are, in which colour and where, and
+        keep the drawing about which it most surely says what the prompt says.
     negative
         What to lead away from.
     guidance
@@ -100,7 +104,7 @@ def draw(
     studio = Studio.load(model, device=device)
     how: dict[str, Any] = {"guidance": guidance, "steps": steps, "temperature": temperature, "top_p": top_p}
     with bar() as progress:
-        how |= {"negative": negative, "progress": progress}
+        how |= {"tries": tries, "negative": negative, "progress": progress}
         if over is None:
             pictures = studio.draw([prompt] * count, seed=seed, **how)
         elif vary is not None:

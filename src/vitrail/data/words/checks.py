@@ -58,15 +58,20 @@ def _of_one(mention: _Mention, alone: bool) -> list[Check]:
 
 
 def _mentions(prompt: str, names: Sequence[str]) -> list[_Mention]:
-    nouns = {form: pair for name in names for pair in [english.noun(name, plural(name))] for form in pair}
+    nouns: dict[str, tuple[str, str]] = {}
+    for name in names:
+        one, many = english.noun(name, plural(name))
+        nouns |= dict.fromkeys((name, one, many), (one, many))  # “bread” as well as “a piece of bread”
     either = "|".join(sorted(map(re.escape, nouns), key=len, reverse=True))
     colours, numbers = "|".join(english.FORMS["colour"]), "|".join(sorted(_NUMBERS, key=len, reverse=True))
-    pattern = rf"\b(?:(?P<number>\d+|{numbers})\s+)?(?:(?P<colour>{colours})\s+)?(?P<noun>{either})\b"
+    pattern = rf"(?<![\w-])(?:(?P<number>\d+|{numbers})\s+)?(?:(?P<colour>{colours})\s+)?(?P<noun>{either})\b"
     found = []
     for match in re.finditer(pattern, prompt, re.IGNORECASE):
         one, many = nouns[match["noun"].lower()]
         said = (match["number"] or "").lower()
-        number = int(said) if said.isdecimal() else _NUMBERS.get(said, 1 if match["noun"].lower() == one else None)
+        number = (
+            int(said) if said.isdecimal() else _NUMBERS.get(said, None if match["noun"].lower() == many != one else 1)
+        )
         if number is not None and number > english.MOST:
             number = None
         found.append(_Mention(one, many, number, (match["colour"] or "").lower(), *match.span()))

@@ -93,26 +93,26 @@ class _OcrBench(msgspec.Struct):
         return _question("", shown, self.question, answers, dataset=self.dataset, type=self.question_type)
 
 
-class _Pope(msgspec.Struct):
+class _YesNo(msgspec.Struct):
     question_id: Id
     question: str
     answer: str
     category: str
 
+    @property
+    def label(self) -> list[str]:
+        return [yes_or_no(self.answer, f"question {self.question_id}")]
+
+
+class _Pope(_YesNo):
     def sample(self, shown: Shown) -> Sample:
-        label = yes_or_no(self.answer, f"question {self.question_id}")
-        return _question(f"{self.category}/{self.question_id}", shown, self.question, [label], split=self.category)
+        name = f"{self.category}/{self.question_id}"
+        return _question(name, shown, self.question, self.label, split=self.category)
 
 
-class _Mme(msgspec.Struct):
-    question_id: Id
-    question: str
-    answer: str
-    category: str
-
+class _Mme(_YesNo):
     def sample(self, shown: Shown) -> Sample:
-        label = yes_or_no(self.answer, f"question {self.question_id}")
-        return _question(self.question_id, shown, self.question, [label], category=self.category)
+        return _question(self.question_id, shown, self.question, self.label, category=self.category)
 
 
 class _Hallusion(hallusion.Row):

@@ -34,7 +34,7 @@ def transformers_shape(logits, s: Sampling, ids):
     steps.append(warp.TemperatureLogitsWarper(s.temperature))
     if s.top_k is not None:
         steps.append(warp.TopKLogitsWarper(s.top_k))
-    if s.top_p is not None:
+    if s.top_p is not None and s.top_p < 1:  # as in `generate`: at 1 it would leave out what underflows to 0
         steps.append(warp.TopPLogitsWarper(s.top_p))
     if s.min_p is not None:
         steps.append(warp.MinPLogitsWarper(s.min_p))

@@ -222,10 +222,10 @@ def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
         logits = model(packed, shown)
         wanted = F.cross_entropy(logits.flatten(0, 1), packed.targets.flatten(), ignore_index=IGNORED)
         torch.testing.assert_close(task({"scenes": index})["answers"] / 3, wanted, rtol=1e-4, atol=1e-5)
-    made = task.made({"scenes": index})
+    made = task._made({"scenes": index})
     assert int((made.targets != IGNORED).sum()) == sum(stream.learnt for stream in streams)
     task.useful()
-    task.made({"scenes": index})
+    task._made({"scenes": index})
     assert task.useful() == sum(map(len, streams))
     for b, stream in enumerate(streams):  # a talk begins where the picture ends
         talk = stream.ids[task.rows.before :][stream.kinds[task.rows.before :] == 0]
@@ -270,7 +270,7 @@ def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
     """And the answers come back through a saved folder, by whoever asks."""
     torch.manual_seed(0)
     task = task_of("vlm-tuned", atlas, words, kinds=("colour", "counting", "what"), questions=1, length=24)
-    made = task.made({"scenes": torch.arange(8)})  # once, or most of the time would go into drawing
+    made = task._made({"scenes": torch.arange(8)})  # once, or most of the time would go into drawing
     optim = torch.optim.AdamW(task.model.parameters(), lr=8e-3, weight_decay=0.0)
     for step in range(70):
         loss = task._said(task.rows.hidden(made.frame, made.pixels, made.ids), made.targets, "mean")
@@ -291,7 +291,7 @@ def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
     assert len(rows) > 5 and talker.answers(pictures, questions, max_new=16) == answers
     assert talker.ask(pictures[0], questions[0], max_new=16) == answers[0]
     stream = talker.prompt([talker.turn(pictures[0], questions[0])]).stream
-    ids = task.made({"scenes": torch.tensor(rows[:1])}).ids[0]
+    ids = task._made({"scenes": torch.tensor(rows[:1])}).ids[0]
     assert stream.ids[task.rows.before :].tolist() == ids[: len(stream) - task.rows.before].tolist()
     assert task.rows.frame(ids.device).before.tolist() == stream.ids[: task.rows.before].tolist()
 
@@ -348,7 +348,7 @@ def test_wide_pictures_are_fitted_as_by_the_model(name, atlas, words):
 def test_named_pictures_are_asked_for_their_names(atlas, words):
     source = named()
     task = task_of("mini-vlm", atlas, words, {"named": source})
-    made = task.made({"scenes": torch.arange(2), "named": torch.arange(3)})
+    made = task._made({"scenes": torch.arange(2), "named": torch.arange(3)})
     assert len(made.ids) == 5
     for b in range(3):
         targets = made.targets[2 + b]
@@ -624,7 +624,7 @@ def test_the_head_is_counted_for_what_is_learnt(atlas, words):
     task = task_of("mini-vlm", atlas, words)
     batch = {"scenes": torch.arange(6)}
     before = task.flops(batch)
-    made = task.made(batch)
+    made = task._made(batch)
     assert task.useful() > 0 and task._learnt == int((made.targets != IGNORED).sum()) / 6
     head = 2 * task.model.decoder.logits(torch.zeros(1, 32)).shape[-1] * 32
     assert before - task.flops(batch) == head * (6 * task.settings.length - int((made.targets != IGNORED).sum()))

@@ -93,7 +93,7 @@ class FuseTask:
         return sum(leg.flops for name, leg in legs.items() if name != "decoder") + cost.flops(text, answers)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        model, made = self.model, self.talks.made(batch)
+        model, made = self.model, self.talks._made(batch)
         assert made is not None and made.asked is not None
         B = len(made.ids)
         groups = model.fuse(made.pixels, made.asked)

@@ -141,7 +141,7 @@ class VLMTask:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         zero = self.model.decoder.embed.weight.new_zeros((), dtype=torch.float32)
         losses = dict.fromkeys(self.weights, zero)
-        made = self.made(batch)
+        made = self._made(batch)
         if made is not None:
             hidden = self.rows.hidden(made.frame, made.pixels, made.ids, made.asked, made.since)
             blank = BLANK + "answers" in batch
@@ -169,7 +169,7 @@ class VLMTask:
 
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()
-    def made(self, batch: Batch) -> Made | None:
+    def _made(self, batch: Batch) -> Made | None:
         """The talks of all sources, one below the other."""
         self._written += _followed(batch.get(TEXT))
         with recording() if self.model.training else nullcontext():  # even where nothing else is

@@ -67,7 +67,9 @@ def test_losses_counts_and_weights_have_the_same_names(latent):
         assert losses.keys() == task.counts(batch).keys() == task.weights.keys()
         assert set(task.counts(batch).values()) == {5} and all(loss.isfinite() for loss in losses.values())
         assert task.flops(batch) > 0
-    assert tasks(made)["codec"].weights == {"l1": 0.5, "l2": 1.0, "commit": 0.01, "psnr": 0.0, "used": 0.0}
+    assert tasks(made)["codec"].weights == {"l1": 0.5, "l2": 1.0, "commit": 0.25, "psnr": 0.0, "used": 0.0}
+    if latent:  # a strong one would keep actions what chance made them
+        assert tasks(made)["latent"].weights == {"l2": 1.0, "commit": 0.01, "psnr": 0.0, "used": 0.0}
 
 
 def test_what_is_shown_is_what_was_measured():

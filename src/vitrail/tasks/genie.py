@@ -28,12 +28,13 @@ from vitrail.train.task import Batch
 class FramesSettings(Config):
     """
     weights    what each loss counts, of which frames have l1, l2 and the quantizer's
-    quantizer  what each of the quantizer's losses counts, before all of them count as `weights.quantizer`. A strong
-               `commit` keeps actions what they were by chance at the start.
+    quantizer  what each of the quantizer's losses counts, before all of them count as `weights.quantizer`; as in other
+               codecs unless given, and for actions a `commit` of 0.01: a strong one keeps them what they were by
+               chance at the start, where a weak one leaves a codec's codes unused.
     """
 
     weights: Weights = Weights(l2=1.0, quantizer=1.0)
-    quantizer: QuantizerWeights = QuantizerWeights(commit=0.01)
+    quantizer: QuantizerWeights | None = None
 
     def __post_init__(self) -> None:
         idle = [name for name in ("perceptual", "gram", "gan", "distillation") if getattr(self.weights, name)]
@@ -49,7 +50,8 @@ class FramesTask:
 
     def __init__(self, model: nn.Module, part: VideoCodec | LatentActions, settings: FramesSettings | None = None):
         self.model, self.part, self.settings = model, part, settings or FramesSettings()
-        table, inner = self.settings.weights, self.settings.quantizer.plain()
+        usual = QuantizerWeights(commit=0.01) if isinstance(part, LatentActions) else QuantizerWeights()
+        table, inner = self.settings.weights, (self.settings.quantizer or usual).plain()
         found = loss_names(part) if table.quantizer else []
         self.inner = [name for name in found if inner[name]]
         self.weights = {name: weight for name in ("l1", "l2") if (weight := getattr(table, name))}

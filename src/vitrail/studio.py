@@ -190,13 +190,15 @@ class Studio:
         about which the model itself most surely answers the questions of `data.words.checks` as the prompt would."""
         if not prompts:
             raise ConfigError("nothing to draw", "give a prompt")
-        asked = [checks(prompt) for prompt in prompts] if tries != 1 else []
-        if tries < 1 or not all(asked):
-            blank = next((repr(prompt) for prompt, own in zip(prompts, asked, strict=False) if not own), "nothing")
-            raise ConfigError(
-                f"{tries} tries for {blank:.80}",
-                "give at least one; of several one is chosen by the things that are named, of those that mini draws",
-            )
+        if tries < 1:
+            raise ConfigError(f"{tries} tries", "draw at least once")
+        asked = [checks(prompt) for prompt in prompts] if tries > 1 else []
+        for prompt, own in zip(prompts, asked, strict=False):
+            if not own:
+                raise ConfigError(
+                    f"{prompt!r:.80} names nothing that a drawing could be chosen by",
+                    "name some of the things that mini draws, or leave tries at 1",
+                )
         device = self.model.codec.device
         named = {key: how.pop(key) for key in list(how) if key in ("temperature", "top_k", "top_p", "min_p")}
         ids, counts = self._ids(prompts, device)

@@ -105,7 +105,7 @@ def test_what_would_be_run_is_said(tmp_path, capsys):
     base, queries, runs = (
         next(x for x in said.splitlines() if x.startswith(f"{p} ")) for p in ("base", "queries", "runs")
     )
-    assert base.split()[1:6] == ["1", "0", "300", "+", "1500"] and runs.split()[1:4] == ["54", "0", "200"]
+    assert base.split()[1:6] == ["1", "0", "300", "+", "2400"] and runs.split()[1:4] == ["54", "0", "200"]
     assert "without question 16" in said and queries.split()[5] == "0"
     assert f"{1000 * 3 * 54 * 7:,}" in runs and not (tmp_path / "out").exists()
 

@@ -95,7 +95,7 @@ def test_what_cannot_be(design, said, tmp_path):
 
 def test_a_tower_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="out/qlip-scenes/final"):
+    with pytest.raises(ConfigError, match="out/clip-scenes/final"):
         scaling_run.run(out=tmp_path / "out", device="cpu")
 
 

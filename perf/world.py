@@ -137,7 +137,7 @@ def recomputed(model: Genie, shape: Shape) -> float:
     hidden = torch.zeros_like(ids, dtype=torch.bool)
     hidden[:, -1] = True
     dynamics = model.dynamics
-    return milliseconds(lambda: dynamics.head(dynamics.hidden_states(ids, led, hidden)[:, -1:]), 3)
+    return milliseconds(lambda: dynamics.code.logits(dynamics.hidden_states(ids, led, hidden)[:, -1:]), 3)
 
 
 def row(shape: Shape, copy: float, seconds: float = float("inf"), save: Save = lambda _: None) -> dict[str, Any]:

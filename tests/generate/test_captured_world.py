@@ -46,7 +46,7 @@ def same(device: str, **how) -> None:
         assert all(torch.equal(a, b) for a, b in kept)  # none was overwritten by a later one
         assert torch.equal(ours.ids, plain.ids) and ours.past.seen == plain.past.seen == 9
         if seed == 1:  # weights that lie elsewhere
-            model.dynamics.head = copy.deepcopy(model.dynamics.head)
+            model.dynamics.code = copy.deepcopy(model.dynamics.code)
 
 
 def test_what_is_recorded_is_what_is_drawn(monkeypatch):

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.codecs.quantizers.base import check_range
+from vitrail.codecs.quantizers.base import Quantizer, check_range
 from vitrail.codecs.video import VideoCodec, VideoCodecConfig
 from vitrail.config import Config
 from vitrail.errors import ConfigError, DataError
+from vitrail.models.codes import CodeRows
 from vitrail.models.latent_actions import LatentActions, LatentActionsConfig
 from vitrail.nn import Frames, FramesWork, SpaceTime, SpaceTimeConfig, Work, cost
 from vitrail.nn.learned import small
@@ -39,16 +40,14 @@ class Dynamics(nn.Module):
     looked at, and are there to be learned from.
     """
 
-    def __init__(self, config: DynamicsConfig, codes: int, actions: int, grid: tuple[int, int]):
+    def __init__(self, config: DynamicsConfig, quantizer: Quantizer, actions: int, grid: tuple[int, int]):
         super().__init__()
         self.config, self.actions = config, actions
         W = config.transformer.block.width
-        self.code, self.hides = nn.Embedding(codes, W), small(W)
+        self.code, self.hides = CodeRows(quantizer, W), small(W)
         self.action = nn.Embedding(actions + 1, W)  # the last: none, before the first frame
         self.transformer = SpaceTime(config.transformer, grid, prefix=int(config.acts == "token"))
-        self.head = nn.Linear(W, codes)
-        for table in (self.code, self.action):
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.action.weight, std=0.02)
 
     def led(self, actions: Tensor) -> Tensor:
         """Actions (B, T − 1) from one frame to the next → those that led to each frame (B, T): to the first, none"""
@@ -57,8 +56,8 @@ class Dynamics(nn.Module):
     def hidden_states(
         self, ids: Tensor, led: Tensor, hidden: Tensor | None = None, cache: Frames | None = None
     ) -> Tensor:
-        """What the head reads, (B, T, h, w, W), of ids (B, T, h, w), actions that led there (B, T), and which codes are
-        hidden (B, T, h, w); none unless given"""
+        """What logits are made of, (B, T, h, w, W), of ids (B, T, h, w), actions that led there (B, T), and which codes
+        are hidden (B, T, h, w); none unless given"""
         h, w = ids.shape[2:]
         x = self.code(ids)
         if hidden is not None:
@@ -69,13 +68,12 @@ class Dynamics(nn.Module):
 
     def forward(self, ids: Tensor, led: Tensor, hidden: Tensor | None = None, cache: Frames | None = None) -> Tensor:
         """Logits (B, T, h, w, K)"""
-        return self.head(self.hidden_states(ids, led, hidden, cache))
+        return self.code.logits(self.hidden_states(ids, led, hidden, cache))
 
-    def losses(self, ids: Tensor, led: Tensor, hidden: Tensor) -> Tensor:
-        """(B,): −log p of a hidden code, on average over those of a video"""
+    def missed(self, ids: Tensor, led: Tensor, hidden: Tensor) -> Tensor:
+        """(B, T, h, w): −log p of every code; of one in view it says nothing"""
         said = self(ids, led, hidden).float()
-        missed = F.cross_entropy(said.flatten(0, -2), ids.flatten(), reduction="none").view_as(ids)
-        return (missed * hidden).flatten(1).sum(1) / hidden.flatten(1).sum(1).clamp_min(1)
+        return F.cross_entropy(said.flatten(0, -2), ids.flatten(), reduction="none").view_as(ids)
 
 
 class GenieConfig(Config):
@@ -109,7 +107,7 @@ class Genie(nn.Module):
         self.latent = None if config.latent is None else LatentActions(config.latent)
         actions = config.controls if self.latent is None else self.latent.actions
         assert actions is not None
-        self.dynamics = Dynamics(config.dynamics, self.codec.sizes[0], actions, config.codec.grid)
+        self.dynamics = Dynamics(config.dynamics, self.codec.quantizer, actions, config.codec.grid)
 
     @property
     def actions(self) -> int:
@@ -152,7 +150,7 @@ def _(module: Dynamics, work: Work) -> int:
     """An action's token has no logits."""
     S = module.transformer.prefix + (places := math.prod(module.transformer.positions.grid))
     asked = work.with_(tokens=work.tokens // S * places)
-    return cost.flops(module.transformer, work) + cost.flops(module.head, asked)
+    return cost.flops(module.transformer, work) + cost.flops(module.code, asked)
 
 
 cost.bytes.register(Dynamics, cost.sum_bytes)

@@ -9,8 +9,9 @@ B rows, S places of a frame, N = B·S, W width, H heads, G key/value heads, D he
 """
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.nn.block import BlockConfig, Residual
 from vitrail.nn.cache import Kept
-from vitrail.nn.rotary import Rotary
+from vitrail.nn.rotary import Rotary, Rotation
 
 
 def unfit(config: BlockConfig, device: torch.device) -> str | None:
@@ -71,12 +72,38 @@ class Looking(Branch):
         return x + self.op.out(seen.reshape(len(x), -1).to(self.dtype))
 
 
+class Turn(NamedTuple):
+    """A rotation of all channels of a head, cos and sin (·, 1, D), in two operations."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def of(rotation: Rotation) -> "Turn":
+        """cos and sin (1, L, D / 2) of channels i with i + D/2 → (L, 1, D)"""
+        cos, sin = (part[0, :, None] for part in (rotation.cos, rotation.sin))
+        return Turn(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
 class OneFrame:
     """Blocks, and the keys and values of the frames before, of which frame t is in slot t mod M: a `FrameRing` that
     need not be full, and takes frames through the blocks itself."""
 
-    def __init__(self, blocks: Iterable[nn.Module], rotary: Rotary, memory: int, past: list[Kept | None], seen: int):
-        self.rotary, self.memory, self.seen = rotary, memory, seen
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        around: Callable[[int, int], Rotation],
+        frames: Rotary,
+        memory: int,
+        past: list[Kept | None],
+        seen: int,
+    ):
+        """`around` says where the places of a grid stand, `frames` where a frame does."""
+        self.around = functools.cache(lambda h, w: Turn.of(around(h, w)))  # the same in every pass
+        self.frames, self.memory, self.seen = frames, memory, seen
         self.layers = [
             (
                 Looking(block.get_submodule("space.branches.self")),
@@ -103,31 +130,29 @@ class OneFrame:
         """The frame of the last pass happened."""
         self.seen += 1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """(B, 1, S, W) → (B, 1, S, W), of the frame behind those that were kept"""
         B, T, S, W = x.shape
         if T != 1:
             raise ConfigError(f"{T} frames at once", "give one")
-        cos, sin, _ = self.rotary(torch.tensor([[self.seen]]))  # (1, 1, D / 2)
-        turn = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        places, frame = self.around(*grid), Turn.of(self.frames(torch.tensor([[self.seen]])))
         dtype, x = x.dtype, x.reshape(B * S, W).float()
         for (space, time, mlp), past in zip(self.layers, self.past, strict=True):
-            x = self._around(space, x, B)
-            x = self._back(time, x, past, turn)
+            x = self._around(space, x, B, places)
+            x = self._back(time, x, past, frame)
             x = mlp(x)
         return x.view(B, 1, S, W).to(dtype)
 
-    def _around(self, look: Looking, x: Tensor, rows: int) -> Tensor:
-        qk, v = look.project(x)
-        q, k = qk.split([look.H, look.G], 1)
-        q, k, v = (part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (q, k, v))  # (B, H or G, S, D)
+    def _around(self, look: Looking, x: Tensor, rows: int, places: Turn) -> Tensor:
+        qk, v = (made.unflatten(0, (rows, -1)) for made in look.project(x))  # (B, S, H + G or G, D)
+        q, k = places(qk).split([look.H, look.G], 2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         seen = F.scaled_dot_product_attention(q, k, v, enable_gqa=look.G != look.H)
         return look.join(x, seen.transpose(1, 2))
 
-    def _back(self, look: Looking, x: Tensor, past: Kept, turn: tuple[Tensor, Tensor]) -> Tensor:
+    def _back(self, look: Looking, x: Tensor, past: Kept, frame: Turn) -> Tensor:
         qk, v = look.project(x)
-        cos, sin = turn
-        q, k = torch.addcmul(qk * cos, qk.roll(look.D // 2, -1), sin).split([look.H, look.G], 1)
+        q, k = frame(qk).split([look.H, look.G], 1)
         slot, held = self.seen % self.memory, min(self.seen + 1, self.memory)
         past.k[:, :, slot], past.v[:, :, slot] = k, v
         q = q.unflatten(1, (look.G, -1))  # (N, G, H / G, D)

@@ -8,6 +8,7 @@ B batch, T frames, S places of a frame, h × w of them on a grid behind X that a
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
@@ -19,29 +20,35 @@ from vitrail.nn.cost import Work
 from vitrail.nn.norms import make_norm
 from vitrail.nn.one_frame import OneFrame, unfit
 from vitrail.nn.plan import Plan
-from vitrail.nn.positions import LearnedPositions
-from vitrail.nn.rotary import Rotary, RotaryConfig
+from vitrail.nn.positions import LearnedPositions, grid_positions
+from vitrail.nn.rotary import Rotary, RotaryConfig, Rotation
 
 
 class SpaceTimeConfig(Config):
     """
-    memory  frames that a layer sees, the one it is at among them. It is a window, and positions in time are rotary, so
-            that a video may be of any length, and one that is made frame by frame keeps no more than so many
-    theta   of the rotary positions
+    memory       frames that a layer sees, the one it is at among them. It is a window, and positions in time are
+                 rotary, so that a video may be of any length, and one made frame by frame keeps no more than so many
+    theta        of the rotary positions in time
+    theta_space  of those within a frame, by which what is beside a place is learned once for all places; a grid of many
+                 more than ten cells along a side may want a larger one
     """
 
     layers: int
     block: BlockConfig
     memory: int = 16
     theta: float = 1_000.0
+    theta_space: float = 10.0
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.memory < 1:
             raise ConfigError(f"{self.layers} layers and {self.memory} frames of memory", "give at least one of each")
         if self.block.chain != ("self", "mlp"):
             raise ConfigError(f"an ST-transformer's block is self, mlp, not {', '.join(self.block.chain)}")
-        if self.block.attention.channels(self.block.width) % 2:
-            raise ConfigError("rotary positions turn pairs of channels", "give heads an even width")
+        if (channels := self.block.attention.channels(self.block.width)) % 4:
+            raise ConfigError(
+                f"heads of {channels} channels: rotary positions turn pairs, as many by rows as by columns",
+                "give heads a width that four divides",
+            )
 
 
 class FrameCache:
@@ -171,10 +178,10 @@ class SpaceTimeBlock(nn.Module):
         super().__init__()
         self.space, self.time = Block(config.with_(chain=("self",))), Block(config)
 
-    def forward(self, x: Tensor, plan: Plan, **given) -> Tensor:
-        """(B, T, S, W) → (B, T, S, W); `plan` and what is given are those of time"""
+    def forward(self, x: Tensor, plan: Plan, *, around: Rotation, **given) -> Tensor:
+        """(B, T, S, W) → (B, T, S, W); `around` is where places stand, `plan` and what is given are those of time"""
         B, T, S, _ = x.shape
-        x = self.space(x.flatten(0, 1)).unflatten(0, (B, T))
+        x = self.space(x.flatten(0, 1), rotation=around).unflatten(0, (B, T))
         x = x.transpose(1, 2).flatten(0, 1)  # (B·S, T, W)
         return self.time(x, plan, **given).unflatten(0, (B, S)).transpose(1, 2)
 
@@ -187,7 +194,9 @@ class SpaceTime(nn.Module):
         self.config, self.prefix = config, prefix
         block = config.block
         self.positions = LearnedPositions(grid, block.width, prefix)
-        self.rotary = Rotary(RotaryConfig(head_dim=block.attention.channels(block.width), theta=config.theta))
+        channels = block.attention.channels(block.width)
+        self.frames = Rotary(RotaryConfig(head_dim=channels, theta=config.theta))
+        self.places = Rotary(RotaryConfig(head_dim=channels, theta=config.theta_space, layout="2d"))
         self.blocks = nn.ModuleList([SpaceTimeBlock(block) for _ in range(config.layers)])
         self.norm = make_norm(block.norm, block.width, block.eps)
 
@@ -195,15 +204,20 @@ class SpaceTime(nn.Module):
         """Frames behind those of the cache, which keeps them when it is told to."""
         x = x + self.positions(*grid)
         if isinstance(cache, OneFrame):
-            return self.norm(cache(x))
+            return self.norm(cache(x, grid))
         T, start = x.shape[1], 0 if cache is None else cache.seen
         if cache is not None:
             cache.begin(T)
         plan = _plan(T, 0 if cache is None else cache.held, self.config.memory, x.device)
-        rotation = self.rotary(start + torch.arange(T, device=x.device)[None])
+        around, rotation = self.around(*grid), self.frames(start + torch.arange(T, device=x.device)[None])
         for i, block in enumerate(self.blocks):
-            x = block(x, plan, rotation=rotation, cache=None if cache is None else cache.layer(i))
+            x = block(x, plan, around=around, rotation=rotation, cache=None if cache is None else cache.layer(i))
         return self.norm(x)
+
+    def around(self, h: int, w: int) -> Rotation:
+        """Where the places of a frame stand, (1, X + h·w, ·): those on no grid are not turned, as its first place."""
+        places = grid_positions(1, h, w, device=self.places.frequency.device)
+        return self.places(F.pad(places, (0, 0, self.prefix, 0))[None])
 
     def cache(self) -> FrameCache:
         return FrameCache(self.config.layers, self.config.memory)
@@ -212,7 +226,7 @@ class SpaceTime(nn.Module):
         """What goes on from a cache in few operations, one frame at a time, where these blocks can."""
         if not cache.held or unfit(self.config.block, self.positions.table.device):
             return None
-        return OneFrame(self.blocks, self.rotary, cache.memory, cache.past, cache.seen)
+        return OneFrame(self.blocks, self.around, self.frames, cache.memory, cache.past, cache.seen)
 
     def work(
         self, frames: int, batch: int = 1, grid: tuple[int, int] | None = None, past: int | None = None

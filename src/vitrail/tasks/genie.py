@@ -92,11 +92,15 @@ class DynamicsSettings(Config):
 
 
 class DynamicsTask:
-    """Hidden codes from those in view and what was done, which a model that learned actions infers."""
+    """Hidden codes from those in view and what was done, which a model that learned actions infers.
+
+    `changed` is the loss of those alone that differ from the frame before. They are few: a world that only ever copies
+    has a small loss too, and shows here. It weighs nothing.
+    """
 
     def __init__(self, model: Genie, settings: DynamicsSettings | None = None):
         self.model, self.settings = model, settings or DynamicsSettings()
-        self.weights = {"dynamics": 1.0}
+        self.weights = {"dynamics": 1.0, "changed": 0.0}
 
     def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> Batch:
         batch = {"frames": frames(samples)}
@@ -109,14 +113,18 @@ class DynamicsTask:
 
     def counts(self, batch: Batch) -> dict[str, int]:
         """Windows, each the mean over its hidden codes."""
-        return {"dynamics": len(batch["frames"])}
+        return dict.fromkeys(self.weights, len(batch["frames"]))
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         model = self.model
         video = model.codec.pixels(batch["frames"])
         ids, actions = model.look(video), batch["actions"] if model.latent is None else model.infer(video)
         hidden = hide_codes(tuple(ids.shape), self.settings.rate, ids.device, whole=self.settings.whole)
-        return {"dynamics": model.dynamics.losses(ids, model.dynamics.led(actions), hidden).sum()}
+        missed = model.dynamics.missed(ids, model.dynamics.led(actions), hidden)
+        each = (missed * hidden).flatten(1).sum(1) / hidden.flatten(1).sum(1).clamp_min(1)  # (B,)
+        changed = hidden & (ids != ids.roll(1, 1))  # of the first frame nothing is hidden
+        few = (missed.detach() * changed).sum() / changed.sum().clamp_min(1)
+        return {"dynamics": each.sum(), "changed": few * len(video)}
 
     def flops(self, batch: Batch) -> int:
         """Frames are read by a pass forward alone, where what trains has three."""

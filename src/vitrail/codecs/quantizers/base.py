@@ -40,6 +40,7 @@ class Quantizer(nn.Module, Generic[C]):
 
     Config: ClassVar[Any]  # the type of its config
     low_first: ClassVar[bool] = False  # whether the first digit is the lowest of an id
+    lattice: ClassVar[bool] = False  # whether a digit is a number of the code; else codes are rows of a table
 
     def __init__(self, config: C | None = None, **fields: Any):
         super().__init__()

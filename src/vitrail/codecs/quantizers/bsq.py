@@ -39,6 +39,7 @@ class BSQ(Quantizer[BSQConfig]):
     """
 
     Config = BSQConfig
+    lattice = True
 
     def __init__(self, config: BSQConfig | None = None, **fields: Any):
         super().__init__(config, **fields)

@@ -31,7 +31,7 @@ class FSQ(Quantizer[FSQConfig]):
     """Codes lie in −1 … 1; the first dimension is the lowest digit of an id. No losses."""
 
     Config = FSQConfig
-    low_first = True
+    low_first = lattice = True
     middle: Tensor
     reach: Tensor
     offset: Tensor

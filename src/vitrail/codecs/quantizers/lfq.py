@@ -36,6 +36,7 @@ class LFQ(Quantizer[LFQConfig]):
     """
 
     Config = LFQConfig
+    lattice = True
 
     def __init__(self, config: LFQConfig | None = None, **fields: Any):
         super().__init__(config, **fields)

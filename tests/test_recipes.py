@@ -47,7 +47,7 @@ def test_what_is_not_trained_yet_is_named_with_the_command_that_trains_it(tmp_pa
     small = recipe.tiny(recipe.read("untested/mini-vlm-qformer"))
     with pytest.raises(
         ConfigError,
-        match=r"tower starts from out/clip-scenes/final.*\n.*train untested/clip-scenes --out out/clip-scenes$",
+        match=r"tower starts from out/clip-scenes/final.*\n.*train clip-scenes --out out/clip-scenes$",
     ):
         recipe.train(small, tmp_path / "run", quiet=True)
     (tmp_path / "out/clip-scenes/final").mkdir(parents=True)

@@ -84,7 +84,7 @@ def test_queries_that_learned_answers_first_fit_the_second_stage(monkeypatch):
     """As the head of scaling-fuse.toml says it."""
     head = (recipe.folder() / "untested" / "scaling-fuse.toml").read_text().split("\nname")[0].replace("#", "")
     changes = shlex.split(head.split("--out out/scaling-queries")[1].replace("\\\n", " "))
-    read = recipe.read("untested/scaling-queries", dict(change.split("=", 1) for change in changes))
+    read = recipe.read("scaling-queries", dict(change.split("=", 1) for change in changes))
     assert [part.start for part in read.model.parts.values()].count("out/scaling-fuse/final") == 3
     monkeypatch.setattr(hub, "load", lambda start, dtype: trained(start))
     with torch.device("meta"):

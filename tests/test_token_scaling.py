@@ -43,7 +43,7 @@ def test_the_default_design(tmp_path):
 
 def test_both_recipes_are_of_one_base():
     """What is put on the base is made as it is, and what is tested is never trained on."""
-    base, queries = (recipe.read(f"untested/scaling-{name}") for name in ("base", "queries"))
+    base, queries = (recipe.read(f"scaling-{name}") for name in ("base", "queries"))
     assert {k: v for k, v in queries.model.config.items() if k != "queries"} == base.model.config
     seeds = [source.seed for r in (base, queries) for source in r.sources.values() if hasattr(source, "seed")]
     assert len(set(seeds)) == len(seeds)
@@ -84,8 +84,8 @@ def test_other_recipes_start_anew(tmp_path):
         ({"changes": {"stages.0.stepps": 3}}, "stages.0.stepps"),
         ({"changes": {"base.sources.unseen.seed": 3}}, "sources.unseen.seed' in the recipe of base"),
         ({"changes": {"stages.0.steps": 3}}, "write base.stages.0.steps or queries.stages.0.steps"),
-        ({"queries": "untested/scaling-base"}, "give two recipes"),
-        ({"queries": "untested/mini-vlm"}, "no model.config.queries"),
+        ({"queries": "scaling-base"}, "give two recipes"),
+        ({"queries": "mini-vlm"}, "no model.config.queries"),
     ],
 )
 def test_what_cannot_be(design, said, tmp_path):

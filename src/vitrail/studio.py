@@ -36,7 +36,7 @@ APART = 1_000_003  # seeds of one try and the next: no two of a batch of any siz
 MINI = "mini"  # the model that ships with the package
 MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language model that is fetched
 TRAIN_VLM = " && ".join(
-    f"vitrail train untested/{name} --out out/{name}" for name in ("clip-scenes", "qlip-scenes", "mini-vlm")
+    f"vitrail train {name} --out out/{name}" for name in ("clip-scenes", "scaling-base", "mini-vlm")
 )
 TRAIN = "vitrail train mini-codec --out out/mini-codec && vitrail train mini --out out/mini"
 

@@ -13,8 +13,8 @@ class Design(Config):
     stands `base.` or `queries.`. Every run has `steps` steps behind the queries', and is asked `count` questions of
     each kind that those were trained on."""
 
-    base: str = "untested/scaling-base"
-    queries: str = "untested/scaling-queries"
+    base: str = "scaling-base"
+    queries: str = "scaling-queries"
     tokens: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 200

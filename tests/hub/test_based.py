@@ -28,7 +28,7 @@ def made(tmp_path):
         ["what is this? a red dog"] * 3, 300, specials=("<|endoftext|>", "<image>"), eos="<|endoftext|>"
     )
     words.chat_template = spoken("<image>", "", "<|endoftext|>")
-    model = recipe._model(small("mini-vlm"), None).eval()
+    model = recipe._model(small("mini-vlm-llava"), None).eval()
     hub.save(model.decoder, tmp_path / "lm")
     with torch.no_grad():
         for block in model.decoder.blocks:

@@ -35,7 +35,7 @@ def config_of(name: str) -> VLMConfig:
     """Of a recipe, shrunk as `--smoke` does."""
     own = f"{name.removeprefix('scaling-')}.model.config"
     changes = {f"model.config{key.removeprefix(own)}": value for key, value in SMOKE.items() if key.startswith(own)}
-    found = recipe.read(f"untested/{name}", changes).model_config()
+    found = recipe.read(name if name in recipe.names() else f"untested/{name}", changes).model_config()
     assert isinstance(found, VLMConfig)
     return found
 

@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused(make, change, says):
 
 
 def test_a_model_without_queries_is_refused():
-    plain = small("mini-vlm").model_config()
+    plain = small("mini-vlm-llava").model_config()
     text = TextConfig(vocab=420, layers=1, block=BLOCK, eos=0)
     with pytest.raises(ConfigError, match="queries"):
         AnsweredConfig(vlm=plain, text=text, embed=8)

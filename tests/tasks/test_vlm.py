@@ -102,8 +102,9 @@ def arm(sweep: str, variant: str) -> recipe.Recipe:
 
 def variants() -> dict[str, Callable[[], recipe.Recipe]]:
     """The recipes, the sweeps' variants, and what the docs have besides."""
-    names = ("mini-vlm", "mini-vlm-prismatic", "mini-vlm-gated", "mini-vlm-short", "mini-vlm-qformer")
+    names = ("mini-vlm-llava", "mini-vlm-prismatic", "mini-vlm-gated", "mini-vlm-short", "mini-vlm-qformer")
     found = {name: partial(recipe.read, f"untested/{name}") for name in names}
+    found["mini-vlm"] = partial(recipe.read, "mini-vlm")
     found |= {name: partial(arm, *where) for name, where in ARMS.items()}
     section = DOCS.read_text().split("### Variants")[1].split("```sh")[1].split("```")[0]
     for command in section.split("vitrail train ")[1:]:
@@ -143,7 +144,7 @@ def atlas() -> Atlas:
 @pytest.fixture(scope="module")
 def both(atlas) -> dict[str | None, Tokenizer]:
     """One that begins every text with a bos, and one that does not."""
-    sources = scenes_of(small("mini-vlm"), atlas), named()
+    sources = scenes_of(small("mini-vlm-llava"), atlas), named()
     texts = [text for source in sources for text in talks(source, 1).pieces.texts[1:]]
     specials = ("<|endoftext|>", "<image>")
     return {bos: Tokenizer.train(texts, 420, specials=specials, bos=bos) for bos in (None, "<s>")}
@@ -190,7 +191,9 @@ def test_every_variant_learns(name, atlas, words):
     assert 0 < task.flops(batch) < task.step_flops(batch)
 
 
-@pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-fused", "vlm-towers", "vlm-codes", "vlm-expert"])
+@pytest.mark.parametrize(
+    "name", ["mini-vlm-llava", "mini-vlm-gated", "vlm-fused", "vlm-towers", "vlm-codes", "vlm-expert"]
+)
 @pytest.mark.parametrize("bos", [None, "<s>"])
 def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
     """Against the model's own forward pass over streams that are built sample by sample, of texts and PIL pictures."""
@@ -246,8 +249,8 @@ def _randomize(model) -> None:
 @pytest.mark.parametrize(
     ("name", "train", "learns"),
     [
-        ("mini-vlm", ("connector",), {"connector"}),
-        ("mini-vlm", ("connector", "decoder"), {"connector", "decoder"}),
+        ("mini-vlm-llava", ("connector",), {"connector"}),
+        ("mini-vlm-llava", ("connector", "decoder"), {"connector", "decoder"}),
         ("vlm-tuned", ("connector", "decoder", "tower"), {"connector", "decoder", "tower"}),
         ("mini-vlm-gated", ("connector", "decoder.fusion"), {"connector", "decoder.fusion"}),
         ("vlm-fused", ("connector", "queries"), {"connector", "queries"}),
@@ -282,7 +285,7 @@ def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
         optim.step()
     assert loss < 0.1
     hub.save(task.model, tmp_path, task.spoken)
-    talker, source = vitrail.load(tmp_path, device="cpu"), scenes_of(small("mini-vlm"), atlas)
+    talker, source = vitrail.load(tmp_path, device="cpu"), scenes_of(small("mini-vlm-llava"), atlas)
     told = task.talks["scenes"]
     said = ask_several(told.words, source.scenes(torch.arange(8)), source.config.seed, task.settings.kinds, 1)
     rows = said.valid.nonzero()[:, 0].tolist()
@@ -296,7 +299,7 @@ def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
     assert task.rows.frame(ids.device).before.tolist() == stream.ids[: task.rows.before].tolist()
 
 
-@pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-fused"])
+@pytest.mark.parametrize("name", ["mini-vlm-llava", "mini-vlm-gated", "vlm-fused"])
 def test_its_answers_are_counted_by_kind(name, atlas, words, tmp_path, monkeypatch, capsys):
     """`vitrail eval FOLDER questions`, of a vendor and in paraphrases that it did not learn."""
     monkeypatch.setattr("vitrail.data.scenes.library.open_atlas", lambda name: atlas)
@@ -347,7 +350,7 @@ def test_wide_pictures_are_fitted_as_by_the_model(name, atlas, words):
 
 def test_named_pictures_are_asked_for_their_names(atlas, words):
     source = named()
-    task = task_of("mini-vlm", atlas, words, {"named": source})
+    task = task_of("mini-vlm-llava", atlas, words, {"named": source})
     made = task._made({"scenes": torch.arange(2), "named": torch.arange(3)})
     assert len(made.ids) == 5
     for b in range(3):
@@ -366,7 +369,7 @@ def pages(words, tmp_path_factory) -> TextWindows:
     return TextWindows(TextConfig(files=(str(file),), length=16), words)
 
 
-@pytest.mark.parametrize("name", ["mini-vlm", "vlm-expert", "mini-vlm-gated"])
+@pytest.mark.parametrize("name", ["mini-vlm-llava", "vlm-expert", "mini-vlm-gated"])
 def test_text_is_continued_as_by_the_decoder_alone(name, atlas, words, pages):
     task = task_of(name, atlas, words, {"text": pages})
     _randomize(task.model.eval())
@@ -383,7 +386,7 @@ def test_text_is_continued_as_by_the_decoder_alone(name, atlas, words, pages):
 
 def test_logits_are_held_in_training_alone(atlas, words, pages):
     """What is judged is the loss without its penalty, so that stages with and without one can be compared."""
-    task = task_of("mini-vlm", atlas, words, {"text": pages})
+    task = task_of("mini-vlm-llava", atlas, words, {"text": pages})
     found = {}
     for training in (True, False):
         task.model.train(training)
@@ -429,7 +432,7 @@ def test_gates_leave_the_text_as_it_was(atlas, words, pages):
 
 
 def test_a_blank_runs_a_part_and_changes_nothing(atlas, words, pages):
-    task = task_of("mini-vlm", atlas, words, {"text": pages})
+    task = task_of("mini-vlm-llava", atlas, words, {"text": pages})
     task.model.eval()
     seen, read = {"scenes": torch.arange(3)}, {TEXT: task.collate([pages[0]])[TEXT]}
     for batch, part, other in ((seen, "text", "answers"), (read, "answers", "text")):
@@ -452,7 +455,7 @@ def test_a_blank_runs_a_part_and_changes_nothing(atlas, words, pages):
 
 
 def test_a_frozen_tower_runs_forward_alone(atlas, words, pages):
-    task = task_of("mini-vlm", atlas, words, {"text": pages})
+    task = task_of("mini-vlm-llava", atlas, words, {"text": pages})
     batch = {"scenes": torch.arange(4)}
     legs = {name: leg.flops for name, leg in task.model.legs(task.rows.work(4)).items()}
     assert task.flops(batch) == sum(legs.values())
@@ -501,7 +504,7 @@ def test_two_stages_from_parts_of_others(atlas, monkeypatch, tmp_path):
 @pytest.mark.parametrize("fusion", ["cross", "expert"])
 def test_a_fused_decoder_starts_from_a_plain_one(fusion, tmp_path):
     chosen = small("mini-vlm-gated" if fusion == "cross" else "vlm-expert")
-    plain = recipe._model(small("mini-vlm"), None).decoder
+    plain = recipe._model(small("mini-vlm-llava"), None).decoder
     hub.save(plain, tmp_path)
     chosen = recipe.Recipe.read(
         chosen.with_(model=chosen.model.with_(parts={"decoder": recipe.StartPart(str(tmp_path), "")})).plain()
@@ -555,7 +558,7 @@ COMPILED = ("vlm-towers", "vlm-qformer", "vlm-letterbox", "vlm-pruned", "vlm-voc
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in COMPILED]
 
 
-@pytest.mark.parametrize("name", ["mini-vlm", "mini-vlm-gated", "vlm-codes", *SLOW])
+@pytest.mark.parametrize("name", ["mini-vlm-llava", "mini-vlm-gated", "vlm-codes", *SLOW])
 def test_a_step_is_one_graph_for_the_compiler(name, atlas, both):
     """Behind the making of talks, which is recorded by itself; and no batch makes another one."""
     torch._dynamo.reset()
@@ -582,7 +585,7 @@ def test_a_step_is_one_graph_for_the_compiler(name, atlas, both):
 
 
 def test_a_talk_is_recorded_in_training_alone(atlas, words, monkeypatch):
-    task, seen = task_of("mini-vlm", atlas, words), []
+    task, seen = task_of("mini-vlm-llava", atlas, words), []
     told = task.teller.tell
     monkeypatch.setattr(task.teller, "tell", lambda *asked: (seen.append(replay._ASKED.get()), told(*asked))[1])
     for training in (True, False):
@@ -607,7 +610,7 @@ def test_the_log_shows_useful_tokens_the_tower_s_work_and_the_wait(atlas, monkey
 
     kind = recipe.TASKS["vlm"]
     monkeypatch.setitem(recipe.TASKS, "vlm", kind._replace(make=Kept))
-    recipe.train(small("mini-vlm"), tmp_path, device="cpu", quiet=True)
+    recipe.train(small("mini-vlm-llava"), tmp_path, device="cpu", quiet=True)
     for task, stage in zip(made, ("align", "tune"), strict=True):
         [*_, row] = map(json.loads, (tmp_path / stage / "log.jsonl").read_text().splitlines())
         spent = task.told / row["tokens_per_s"]
@@ -621,7 +624,7 @@ def test_the_log_shows_useful_tokens_the_tower_s_work_and_the_wait(atlas, monkey
 
 
 def test_the_head_is_counted_for_what_is_learnt(atlas, words):
-    task = task_of("mini-vlm", atlas, words)
+    task = task_of("mini-vlm-llava", atlas, words)
     batch = {"scenes": torch.arange(6)}
     before = task.flops(batch)
     made = task._made(batch)
@@ -632,7 +635,7 @@ def test_the_head_is_counted_for_what_is_learnt(atlas, words):
 
 def test_a_picture_is_not_marked_by_the_start(atlas, both):
     words = both["<s>"]
-    chosen = small("mini-vlm").plain()
+    chosen = small("mini-vlm-llava").plain()
     chosen["model"]["config"]["rules"]["fill"] = words.bos
     model = recipe._model(recipe.Recipe.read(chosen), words)
     with pytest.raises(ConfigError, match="the start aside"):
@@ -640,25 +643,25 @@ def test_a_picture_is_not_marked_by_the_start(atlas, both):
 
 
 def test_rows_fit_the_context(atlas, words):
-    task = task_of("mini-vlm", atlas, words)
+    task = task_of("mini-vlm-llava", atlas, words)
     room = task.model.config.decoder.context - task.rows.before
-    task_of("mini-vlm", atlas, words, length=room)
+    task_of("mini-vlm-llava", atlas, words, length=room)
     with pytest.raises(ConfigError, match=f"{task.rows.before} before a talk"):
-        task_of("mini-vlm", atlas, words, length=room + 1)
+        task_of("mini-vlm-llava", atlas, words, length=room + 1)
 
 
 def test_what_cannot_be_is_refused(atlas, words):
     with pytest.raises(ConfigError, match="tokenizer"):
-        VLMTask(recipe._model(small("mini-vlm"), None), {}, None, VLMSettings())
+        VLMTask(recipe._model(small("mini-vlm-llava"), None), {}, None, VLMSettings())
     with pytest.raises(ConfigError, match=r'settings\.turns = "together"'):
         task_of("vlm-fused", atlas, words, questions=2)
     with pytest.raises(ConfigError, match="not one has an answer"):
-        task_of("mini-vlm", atlas, words, questions=1, kinds=("reading",))
+        task_of("mini-vlm-llava", atlas, words, questions=1, kinds=("reading",))
     for wrong in ({"weights": {"read": 1.0}}, {"z": -1.0}, {"length": 4}):
         with pytest.raises(ConfigError):
             VLMSettings(**wrong)
     plain = Tokenizer.train(["what is this? a dog"], 300)  # its only special is the end
     with pytest.raises(ConfigError, match="stands for a picture"):
-        task_of("mini-vlm", atlas, plain)
+        task_of("mini-vlm-llava", atlas, plain)
     with pytest.raises(ConfigError, match="specials"):
         recipe.TokenizerPart(start="stories15M", specials=("<image>",))

@@ -26,10 +26,10 @@ from vitrail.tasks.vlm import VLMSettings, VLMTask
 MROPE = {"head_dim": 16, "layout": "mrope", "sections": [4, 2, 2]}
 # Every kind of model that the task trains: a recipe, and what is changed in its model's config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "prefix": ("mini-vlm", {}),
-    "mrope": ("mini-vlm", {"decoder": {"rotary": MROPE}, "rules": {"positions": "qwen2-vl"}}),
-    "both ways": ("mini-vlm", {"rules": {"both": ["image"]}}),
-    "learned positions": ("mini-vlm", {"decoder": {"learned": 258, "rotary": {"head_dim": 16, "dim": 0}}}),
+    "prefix": ("mini-vlm-llava", {}),
+    "mrope": ("mini-vlm-llava", {"decoder": {"rotary": MROPE}, "rules": {"positions": "qwen2-vl"}}),
+    "both ways": ("mini-vlm-llava", {"rules": {"both": ["image"]}}),
+    "learned positions": ("mini-vlm-llava", {"decoder": {"learned": 258, "rotary": {"head_dim": 16, "dim": 0}}}),
     "condensed": ("vlm-qformer", {}),
     "towers": ("vlm-towers", {}),
     "codes": ("vlm-codes", {}),
@@ -47,7 +47,7 @@ def atlas() -> Atlas:
 @pytest.fixture(scope="module")
 def words(atlas) -> Tokenizer:
     """With a bos, so that something comes before the picture too."""
-    texts = talks(scenes_of(small("mini-vlm"), atlas), 1).pieces.texts[1:]
+    texts = talks(scenes_of(small("mini-vlm-llava"), atlas), 1).pieces.texts[1:]
     return Tokenizer.train(texts, 420, specials=("<|endoftext|>", "<image>"), bos="<s>")
 
 
@@ -114,7 +114,7 @@ def test_one_question_is_a_plain_row(atlas, words):
 
 
 def test_pictures_of_one_turn_and_of_several_are_one_batch(atlas, words):
-    plain = task_of("mini-vlm", {}, atlas, words)
+    plain = task_of("mini-vlm-llava", {}, atlas, words)
     source = named()
     task = VLMTask(plain.model, {"scenes": plain.talks["scenes"].source, "named": source}, words, plain.settings)
     made = task._made({"scenes": torch.arange(2), "named": torch.arange(2)})
@@ -125,7 +125,7 @@ def test_pictures_of_one_turn_and_of_several_are_one_batch(atlas, words):
 
 
 def test_a_blank_has_one_turn(atlas, words):
-    task, batch = task_of("mini-vlm", {}, atlas, words), {"scenes": torch.arange(2)}
+    task, batch = task_of("mini-vlm-llava", {}, atlas, words), {"scenes": torch.arange(2)}
     losses = [task(one)["answers"] for one in (batch, task.fill(batch, "answers"))]
     torch.testing.assert_close(*losses)
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from models import test_looking as looking
+from models import test_unified as unified
 from models import test_vlm as vlm
 from vitrail.backbones.presets import DECODERS
 from vitrail.codecs.presets import CODECS
@@ -11,8 +13,8 @@ from vitrail.errors import ConfigError
 from vitrail.lab import measure as lab
 from vitrail.lab.ledger import Device, ledger
 from vitrail.models.clip import ContrastiveConfig
-from vitrail.models.presets import LOOKING
 from vitrail.models.vlm import VLMConfig
+from worlds import genie_config
 
 AT = Device(flops=1e9, bandwidth=1e8, memory=1e10, origin="made up")
 BLOCK = VITS["clip-b16"].block
@@ -75,6 +77,30 @@ def test_a_question():
     assert found.flops == 2 * ledger(config, context=5, picture=(30, 50), devices=()).forward
 
 
+@pytest.mark.parametrize("kind", ["llama", "flamingo", "idefics", "patches"])
+def test_a_question_to_one_that_looks(kind):
+    config = looking.KINDS[kind]
+    config = config.with_(tower=config.tower.with_(channels=3))  # of a picture, where those tests have grey ones
+    (found,) = measured(config, context=5, picture=(30, 50), batch=2)
+    assert found.what == "first token, a picture and 5 words"
+    assert found.flops == 2 * ledger(config, context=5, picture=(30, 50), devices=()).forward
+
+
+def test_a_question_to_one_that_draws_too():
+    config = unified.made(order="masked").config
+    (found,) = measured(config, context=5, batch=2)
+    assert found.what == "first token, a picture and 5 words"
+    assert found.flops == 2 * ledger(config, context=5, devices=()).forward
+
+
+@pytest.mark.parametrize("acts", ["added", "token"])
+def test_a_world(acts):
+    config = genie_config(acts=acts)
+    (found,) = measured(config, batch=2)
+    assert found.what == f"dynamics, {config.dynamics.transformer.memory} frames"
+    assert found.flops == 2 * ledger(config, devices=()).forward
+
+
 def test_rates_are_those_of_what_was_timed(monkeypatch):
     monkeypatch.setitem(lab.SIZES, "cpu", (64, 2**16))
     monkeypatch.setattr(lab, "_times", lambda call, device: [call() is None or 0.5, 0.25])
@@ -86,5 +112,3 @@ def test_rates_are_those_of_what_was_timed(monkeypatch):
 def test_what_is_refused_says_what_to_do():
     with pytest.raises(ConfigError, match=r"llama needs 13\.7 GB, and there are 10\.0"):
         lab.measure(DECODERS["llama-2-7b"], AT, name="llama")
-    with pytest.raises(ConfigError, match="each by itself"):
-        lab.measure(LOOKING["idefics-9b"], AT._replace(memory=1e12), device="meta")

@@ -6,16 +6,19 @@ import subprocess
 import sys
 import threading
 import webbrowser
+from inspect import signature
 
 import pytest
 
 pytest.importorskip("starlette")
 
 from play.arcades import Page, client, playground
+from vitrail.cli.eval_world import world
 from vitrail.cli.play import TRAIN, play
 from vitrail.errors import CheckpointError, ConfigError, VitrailError
 from vitrail.hub import configs
 from vitrail.play import Controls, server
+from vitrail.play.playground import Playground
 
 
 def test_a_folder_is_served_and_opened(tmp_path, monkeypatch, capsys):
@@ -90,3 +93,13 @@ def test_an_interrupt_ends_it_with_a_player_there():
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("name", ["steps", "temperature"])
+def test_what_is_played_is_what_is_judged_and_what_environments_are(name):
+    """Unless told: the commands have their own defaults, so that help needs no torch."""
+    defaults = [
+        signature(call).parameters[name].default for call in (play, world, Playground.rollout, Playground.world)
+    ]
+    first = [value[0] if isinstance(value, tuple) else value for value in defaults]
+    assert len(set(first)) == 1

@@ -29,7 +29,7 @@ def world(
     count: int = 128,
     length: int = 24,
     steps: Annotated[tuple[int, ...], Parameter(negative="")] = (2, 4, 8),
-    temperature: float = 1.0,
+    temperature: float = 0.5,
     frames: int = 200,
     network: Literal["pixels", "resnet50"] = "pixels",
     thing: str = "walker",
@@ -55,7 +55,7 @@ def world(
         Passes that draw a frame. All figures are of the first; the others show what more passes are worth. May be
         repeated.
     temperature
-        Of the choice of codes.
+        Of the choice of codes; as `vitrail play` has it unless given.
     frames
         How far worlds are rolled out.
     network

@@ -20,8 +20,11 @@ from vitrail.codecs.codec import Codec
 from vitrail.config import Config
 from vitrail.encoders import Conv, TextTower, Towers, ViT
 from vitrail.errors import ConfigError
+from vitrail.generate.answers import Reading as Answering
 from vitrail.lab.ledger import DTYPES, Device, Given, Time, check_work, kind_of, pick
+from vitrail.lab.parts import Playing, Reading
 from vitrail.models.clip import Contrastive
+from vitrail.models.looking import LookingVLM
 from vitrail.models.vlm import VLM
 from vitrail.nn import Work, cost
 from vitrail.stream import build, pack, words
@@ -29,6 +32,7 @@ from vitrail.stream import build, pack, words
 REPEATS, REHEARSED = 7, 2
 SIZES = {"cpu": (1024, 2**27), "cuda": (8192, 2**30)}
 """Side of the matrices, and bytes that are moved: more than a cache holds."""
+FIRST = "first token, a picture and {} words"
 
 
 class Measured(Config):
@@ -124,12 +128,12 @@ def _trials(model: Any, given: Given, batch: int, dtype: torch.dtype, device: st
             inputs = _inputs(model, batch, dtype, device)
             work = kind_of(model.config).work(model, given, batch)
             yield Trial("forward", work, lambda: model(*inputs))
-        case VLM():
+        case VLM() | LookingVLM():
             yield _asking(model, given, batch)
-        case _:
-            raise ConfigError(
-                f"a {type(model).__name__} is not measured here", "measure its tower and its decoder, each by itself"
-            )
+        case Reading():
+            yield _reading(model, given, batch, dtype, device)
+        case Playing():
+            yield _playing(model, batch, device)
 
 
 def _writing(model: Decoder, n: int, batch: int, device: str) -> Iterator[Trial]:
@@ -164,20 +168,42 @@ def _inputs(model: nn.Module, batch: int, dtype: torch.dtype, device: str) -> li
     return found
 
 
-def _asking(model: VLM, given: Given, batch: int) -> Trial:
+def _asking(model: VLM | LookingVLM, given: Given, batch: int) -> Trial:
     """The first token of an answer about one picture."""
     (height, width), n = given.sizes[0], given.words
-    shown = model.prepare([Image.new("RGB", (width, height), (90, 120, 150))] * batch)
-    half = [1 + i % 7 for i in range(n)]
-    parts = [[*model.config.parts(shape), words(half)] for shape in shown.shapes]
-    streams = [build(each, model.config.rules) for each in parts]
+    shown: Any = model.prepare([Image.new("RGB", (width, height), (90, 120, 150))] * batch)
+    asked = [1 + i % 7 for i in range(n)]
+    if isinstance(model, LookingVLM):
+        streams = [build([words([model.config.mark, *asked])]) for _ in range(batch)]
+    else:
+        streams = [build([*model.config.parts(shape), words(asked)], model.config.rules) for shape in shown.shapes]
     rows = pack(streams, len(streams[0]))
 
     def first() -> None:
         cache = model.decoder.cache(batch, len(streams[0]))
         model.decoder.logits(model.hidden(rows, shown, cache=cache)[:, -1])
 
-    return Trial(f"first token, a picture and {n} words", model.work([(height, width)], n, batch), first)
+    return Trial(FIRST.format(n), model.work([(height, width)], n, batch), first)
+
+
+def _reading(model: Reading, given: Given, batch: int, dtype: torch.dtype, device: str) -> Trial:
+    """The same of a unified model, whose pictures have a size of their own."""
+    unified, n = model.model, given.words
+    pixels = torch.rand(batch, 3, *unified.codec.size, device=device).to(dtype)
+    ids, counts = torch.randint(unified.config.decoder.vocab, (batch, n)), torch.full((batch,), n)
+
+    def first() -> None:
+        Answering(unified, unified.look(pixels)[0], batch).prefill(ids, counts)
+
+    return Trial(FIRST.format(n), model.work(1, n, batch), first)
+
+
+def _playing(model: Playing, batch: int, device: str) -> Trial:
+    """A world's dynamics, shown as many frames as they remember."""
+    world, frames = model.model, model.config.dynamics.transformer.memory
+    ids = torch.randint(world.codec.sizes[0], (batch, frames, *model.config.codec.grid), device=device)
+    led = world.dynamics.led(torch.randint(world.actions, (batch, frames - 1), device=device))
+    return Trial(f"dynamics, {frames} frames", model.work(batch), lambda: world.dynamics(ids, led))
 
 
 def _times(call: Callable[[], object], device: str) -> list[float]:

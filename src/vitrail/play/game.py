@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, ImageError, VitrailError
 from vitrail.play import messages
 from vitrail.play.controls import Controls, idle, offered, own_controls
 from vitrail.play.messages import Frame, Hello, Offer, Reset, Start, Step, View
-from vitrail.play.playground import STEPS, Playground
+from vitrail.play.playground import STEPS, TEMPERATURE, Playground
 from vitrail.play.real import Real
 from vitrail.processing.images import FORMATS, Source, load_image
 
@@ -49,7 +49,7 @@ class Arcade:
         title: str = "",
         picture: "Source | None" = None,
         steps: int = STEPS,
-        temperature: float = 1.0,
+        temperature: float = TEMPERATURE,
         players: int = 4,
     ):
         if playground is None and world is None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vitrail.control.gym import WorldEnv, WorldVectorEnv
 
 STARTS, CONTROLS = "starts.png", "controls.json"
-STEPS = 2  # passes that draw a frame, unless told
+STEPS, TEMPERATURE = 2, 0.5  # passes that draw a frame, and how its codes are chosen, unless told
 
 
 class Playground:
@@ -113,25 +113,33 @@ class Playground:
 
     # ---- worlds -------------------------------------------------------------------------------------------------
 
-    def rollout(self, steps: int = STEPS, temperature: float = 1.0) -> Rollout:
+    def rollout(self, steps: int = STEPS, temperature: float = TEMPERATURE) -> Rollout:
         """A world that has not begun."""
-        return Rollout(self.model, Rolling(steps=steps, sampling=Sampling(temperature=temperature)))
+        return Rollout(self.model, _rolling(steps, temperature))
 
     def roll(
-        self, actions: Sequence[int], picture: "Source | None" = None, *, seed: int | None = None, steps: int = STEPS
+        self,
+        actions: Sequence[int],
+        picture: "Source | None" = None,
+        *,
+        seed: int | None = None,
+        steps: int = STEPS,
+        temperature: float = TEMPERATURE,
     ) -> list[Image.Image]:
         """The frames that follow a picture, or the first of `starts`, by actions."""
         if picture is None and not len(self.starts):
             raise ConfigError("this world has no pictures to start from", "give a picture")
         start = self.starts[0] if picture is None else self.fit(picture)
         done = torch.tensor(list(actions), dtype=torch.long)[None]
-        return _pictures(roll(self.model, start.movedim(-1, 0)[None], done, Rolling(steps=steps), seed=seed)[0])
+        frames = roll(self.model, start.movedim(-1, 0)[None], done, _rolling(steps, temperature), seed=seed)
+        return _pictures(frames[0])
 
     def world(
         self,
         *,
         starts: np.ndarray | Tensor | None = None,
         steps: int = STEPS,
+        temperature: float = TEMPERATURE,
         reward: Reward | None = None,
         limit: int | None = None,
     ) -> World:
@@ -139,7 +147,7 @@ class Playground:
         if starts is None and not len(self.starts):
             raise ConfigError("this world has no pictures to start from", "give `starts`, uint8 (N, H, W, 3)")
         starts = self.starts if starts is None else starts
-        return World(lambda: self.rollout(steps), starts, reward=reward, limit=limit)
+        return World(lambda: self.rollout(steps, temperature), starts, reward=reward, limit=limit)
 
     def env(self, **how: Any) -> "WorldEnv":
         """A Gymnasium environment; `how` is what `world` takes."""
@@ -148,6 +156,10 @@ class Playground:
     def vector_env(self, count: int, **how: Any) -> "WorldVectorEnv":
         """So many worlds side by side in one batch."""
         return self.world(**how).vector_env(count)
+
+
+def _rolling(steps: int, temperature: float) -> Rolling:
+    return Rolling(steps=steps, sampling=Sampling(temperature=temperature))
 
 
 def _pictures(frames: Tensor) -> list[Image.Image]:

@@ -23,7 +23,8 @@ from vitrail.hub.maps import Move, under
 from vitrail.hub.rows8 import packed, unpacked
 from vitrail.hub.single import Single, single_tokenizer
 from vitrail.nn import Rotary
-from vitrail.processing.text import Tokenizer, read_sidecar
+from vitrail.processing.sidecar import read_sidecar
+from vitrail.processing.text import Tokenizer
 
 
 def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:

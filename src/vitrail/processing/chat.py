@@ -15,8 +15,9 @@ from jinja2.sandbox import SecurityError
 
 from vitrail.errors import TextError
 from vitrail.processing.sandbox import MARKS, STEPS, Refusal, Sandbox
+from vitrail.processing.sidecar import read_sidecar
 from vitrail.processing.templates import PRESETS
-from vitrail.processing.text import Span, Tokenizer, mark_spans, read_sidecar
+from vitrail.processing.text import Span, Tokenizer, mark_spans
 
 Message = Mapping[str, Any]  # {"role": …, "content": a string, or a list of parts {"type": "text", "text": …}}
 

@@ -4,7 +4,6 @@ A thin typed coat over the `tokenizers` library. What it adds: errors that name 
 plain text where a stranger spelled them, offsets fit for loss masks, and a streaming decoder that is exact.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
@@ -15,24 +14,16 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from vitrail.errors import TextError
+from vitrail.processing.sidecar import Sidecar, dump, no_tokenizer, read_bytes, read_json, read_sidecar
 
 Span = tuple[int, int]  # characters [start, end) of a text
 _T = TypeVar("_T")
 
-NAMED = ("bos", "eos", "unk", "pad")  # the special tokens that have a part to play, in the order they are added
 MOST = 2**20  # tokens that a vocabulary may be trained to; the trainer sets room aside for all of them at once
 _BYTES = 256  # a byte-complete vocabulary starts with every byte
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece vocabularies write one byte
 _ANCHOR = 0x100000  # first code point of the last private-use plane
 _LEGIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
-
-
-class Sidecar(NamedTuple):
-    """What lies beside a tokenizer.json: the names of special tokens, the chat template, further stop ids."""
-
-    named: dict[str, str]
-    chat_template: str | None
-    stops: tuple[int, ...]
 
 
 class _Twin(NamedTuple):
@@ -75,11 +66,11 @@ class Tokenizer:
         """Load a tokenizer.json, or a folder that holds one; the files beside it give names and chat template."""
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
-        data = _read(file, "give a tokenizer.json, or a folder that holds one")
+        data = read_bytes(file, "give a tokenizer.json, or a folder that holds one")
         try:
             rust = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing more precise
-            raise _no_tokenizer(file, data, str(error)) from None
+            raise no_tokenizer(file, data, str(error)) from None
         beside = read_sidecar(file.parent) if file.name == "tokenizer.json" else Sidecar({}, None, ())
         return cls(rust, *beside)
 
@@ -138,13 +129,13 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             **{f"{role}_token": token for role, token in self.named.items()},
         }
-        files = {"tokenizer.json": self._rust.to_str(pretty=True), "tokenizer_config.json": _dump(config)}
+        files = {"tokenizer.json": self._rust.to_str(pretty=True), "tokenizer_config.json": dump(config)}
         if self.chat_template is not None:
             files["chat_template.jinja"] = self.chat_template
         if self.stops != (self.eos,) and self.stops:
             # A model's generation settings may already live there: change only what is ours.
-            generation = _read_json(folder / "generation_config.json") | {"eos_token_id": list(self.stops)}
-            files["generation_config.json"] = _dump(generation)
+            generation = read_json(folder / "generation_config.json") | {"eos_token_id": list(self.stops)}
+            files["generation_config.json"] = dump(generation)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
@@ -381,39 +372,6 @@ def mark_spans(text: str, spans: Sequence[Span]) -> bytearray:
     return marks
 
 
-def read_sidecar(folder: Path) -> Sidecar:
-    """Read the files that model folders keep beside a tokenizer.json; each may be missing."""
-    config = _read_json(folder / "tokenizer_config.json")
-    names = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-    named = {}
-    for role in NAMED:
-        token = names.get(f"{role}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token and not isinstance(token, str):
-            raise TextError(f"{role}_token beside {folder / 'tokenizer.json'} is {token!r}", "a string is expected")
-        if token:
-            named[role] = token
-    file = folder / "generation_config.json"
-    stops = _read_json(file).get("eos_token_id")
-    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if not all(type(stop) is int and stop >= 0 for stop in stops):
-        raise TextError(f"{file}: eos_token_id is {stops!r:.100}", "an id is expected, or a list of ids")
-    return Sidecar(named, _chat_template(folder, config), tuple(stops))
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The folder's chat template; a file of its own goes before one inside a JSON file."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return _decoded(file, _read(file, ""))
-    found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list) and all(isinstance(row, dict) for row in found):  # several, by name
-        found = next((row.get("template") for row in found if row.get("name") == "default"), None)
-    if found is not None and not isinstance(found, str):
-        raise TextError(f"chat_template beside {folder / 'tokenizer.json'} is {found!r:.100}", "a string is expected")
-    return found
-
-
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -470,55 +428,3 @@ def _checked(text: str) -> str:
 def _check_tokens(tokens: Sequence[str]) -> None:
     if isinstance(tokens, str) or not all(isinstance(token, str) and token for token in tokens):
         raise TextError(f"special tokens must be a list of non-empty strings, not {tokens!r}")
-
-
-def _read(file: Path, remedy: str) -> bytes:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise TextError(f"{file} does not exist", remedy) from None
-    except OSError as error:
-        raise TextError(f"{file} cannot be read: {error.strerror}", remedy) from None
-
-
-def _decoded(file: Path, data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise TextError(f"{file} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file that may be missing."""
-    if not file.is_file():
-        return {}
-    data = _read(file, "")
-    try:
-        found = json.loads(data)
-    except ValueError as error:
-        raise TextError(f"{file} is not JSON: {error}", "fetch the file again, or remove it") from None
-    if not isinstance(found, dict):
-        raise TextError(f"{file} holds no JSON object", "fetch the file again, or remove it")
-    return found
-
-
-def _no_tokenizer(file: Path, data: bytes, reason: str) -> TextError:
-    """Why the library refused a file: not JSON, cut short, or JSON of another kind."""
-    again = "fetch the file again"
-    try:
-        json.loads(data)
-    except json.JSONDecodeError as error:
-        if not data.strip():
-            return TextError(f"{file} is empty", again)
-        rest = error.doc[error.pos :].strip()
-        if "Unterminated" in error.msg or any(word.startswith(rest) for word in ("true", "false", "null")):
-            return TextError(f"{file} is cut short: the JSON ends at line {error.lineno}", again)
-        return TextError(f"{file} is not JSON: {error}", "give the tokenizer.json, not the vocabulary or model file")
-    except UnicodeDecodeError:
-        return TextError(f"{file} is not JSON but binary", "give the tokenizer.json, not the model file (.model)")
-    reason = reason.partition("from buffer: ")[2] or reason
-    return TextError(f"{file} is JSON but no tokenizer: {reason}", "give the tokenizer.json, not its config")
-
-
-def _dump(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"

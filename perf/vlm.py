@@ -4,8 +4,8 @@
     python perf/vlm.py --out results.json --tiny    # the same script with tiny models, on the CPU
     python perf/vlm.py --out results.json --only qwen3_vl --peers 480 --way 160    # time for transformers to compile
 
-Qwen3-VL-2B's shape against transformers' best, and LLaVA-1.5-7B's against what the device allows: for the first token
-each part's products at 790 TFLOP/s or its bytes at the copy bandwidth of the same run, whichever takes longer; for
+Qwen3-VL-2B's shape and LLaVA-1.5-7B's, against transformers' best and what the device allows: for the first token each
+part's products at 790 TFLOP/s or its bytes at the copy bandwidth of the same run, whichever takes longer; for
 every other token the weights read once. bf16, greedy, batch 1; both sides have the same random weights, in memory, and
 pixels and ids lie ready. `first` is a call that writes one token, `decode` what each of 256 more takes, on either side
 by its own `generate`; a bare forward pass counts as transformers' first token too. `step` is our captured step alone.
@@ -403,7 +403,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["llava", "qwen3_vl"], help="one of the two models")
     parser.add_argument("--peers", type=float, help="seconds for transformers' ways of a model, all together")
     parser.add_argument("--way", type=float, help="and for one of them: all of these unless given")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="some of Qwen3-VL's ways, in place of all")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="some of transformers' ways, in place of all")
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
         parser.error("no CUDA device: --tiny runs on the CPU")
@@ -414,8 +414,8 @@ def main() -> None:
         size = size._replace(way_s=arguments.way)
     asked = {name: way for name, way in WAYS.items() if arguments.ways is None or name in arguments.ways}
     result: dict[str, Any] = {"copy_bytes_per_s": copy}
-    # What is stopped in the midst of its work may leave the device unusable, so all ways of transformers come last.
-    for family, config, ways in (("llava", llava, {"sdpa": {}}), ("qwen3_vl", qwen3_vl, asked)):
+    # What is stopped in the midst of its work may leave the device unusable: --only measures a model by itself.
+    for family, config in (("llava", llava), ("qwen3_vl", qwen3_vl)):
         if arguments.only not in (None, family):
             continue
 
@@ -424,7 +424,7 @@ def main() -> None:
             record(arguments.out, result, *MEASURED)
 
         try:
-            save(row(family, config(arguments.tiny), size, copy, ways, save))
+            save(row(family, config(arguments.tiny), size, copy, asked, save))
         except Exception as error:  # the other model is measured all the same
             save(result.get(family, {}) | {"wrong": told(error)})
         print(json.dumps({family: result[family]}, indent=1), flush=True)

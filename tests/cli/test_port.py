@@ -4,12 +4,14 @@ import pytest
 import torch
 from cyclopts import App
 
+from models import test_vlm as vlm
 from test_talker import save
 from vitrail import hub
 from vitrail.cli import port
 from vitrail.encoders import ViT
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.families import FAMILIES
+from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.processing.text import Tokenizer
 
 
@@ -85,13 +87,21 @@ def test_nothing_is_overwritten_or_left_half_done(run, tmp_path, monkeypatch):
 def test_what_cannot_be_is_refused_before_it_is_read(run, tmp_path, monkeypatch):
     hub.save(made(), tmp_path / "ours")
     monkeypatch.setattr(port, "build", None)
-    with pytest.raises(CheckpointError, match="a ViT, cannot be written as llama") as caught:
+    with pytest.raises(CheckpointError, match="a ViT with this config is no llama") as caught:
         run("export", tmp_path / "ours", "-o", tmp_path / "x", "--family", "llama")
     assert "it can be written as:" in caught.value.remedy
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         run("import", tmp_path / "ours", "-o", tmp_path / "x")
     with pytest.raises(CheckpointError, match="does not exist"):
         run("import", tmp_path / "nowhere", "-o", tmp_path / "x")
+
+
+@pytest.mark.parametrize(("more", "why"), [({"place": True}, "learned places"), ({"voco": 2}, "stand for a picture")])
+def test_what_no_family_has_is_refused_with_the_reason(more, why, run, tmp_path):
+    hub.save(VLM(VLMConfig(**vlm.WHOLE | more)), tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=why) as caught:
+        run("export", tmp_path / "ours", "-o", tmp_path / "x")
+    assert "our format" in caught.value.remedy and not (tmp_path / "x").exists()
 
 
 def test_a_bar_follows_what_is_read_and_written(tmp_path, monkeypatch, capsys):

@@ -72,25 +72,28 @@ def test_a_question():
     config = VLMConfig(
         tower=vlm.TOWER, decoder=vlm.DECODER, policy=vlm.POLICIES["naive"], connector=vlm.PROJECTOR, layer=-2
     )
-    (found,) = measured(config, context=5, picture=(30, 50), batch=2)
+    found, word = measured(config, context=5, picture=(30, 50), batch=2)
     assert found.what == "first token, a picture and 5 words"
     assert found.flops == 2 * ledger(config, context=5, picture=(30, 50), devices=()).forward
+    assert word.what.startswith("a token at") and 0 < word.flops < found.flops
 
 
 @pytest.mark.parametrize("kind", ["llama", "flamingo", "idefics", "patches"])
 def test_a_question_to_one_that_looks(kind):
     config = looking.KINDS[kind]
     config = config.with_(tower=config.tower.with_(channels=3))  # of a picture, where those tests have grey ones
-    (found,) = measured(config, context=5, picture=(30, 50), batch=2)
+    found, word = measured(config, context=5, picture=(30, 50), batch=2)
     assert found.what == "first token, a picture and 5 words"
     assert found.flops == 2 * ledger(config, context=5, picture=(30, 50), devices=()).forward
+    assert word.what.startswith("a token at") and 0 < word.flops < found.flops
 
 
 def test_a_question_to_one_that_draws_too():
     config = unified.made(order="masked").config
-    (found,) = measured(config, context=5, batch=2)
+    found, word = measured(config, context=5, batch=2)
     assert found.what == "first token, a picture and 5 words"
     assert found.flops == 2 * ledger(config, context=5, devices=()).forward
+    assert word.what == "a token at 15" and 0 < word.flops < found.flops  # a mark and nine codes
 
 
 @pytest.mark.parametrize("acts", ["added", "token"])

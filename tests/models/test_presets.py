@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextProce
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
 from hub.test_mllama import ROPE
-from hub.test_qwen_vl import RELEASED
+from hub.test_qwen_vl_shapes import RELEASED
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import DeepStackConfig
 from vitrail.backbones.presets import DECODERS
@@ -51,7 +51,9 @@ TOKENS = {  # of a picture of 640 × 480
     "qwen3-vl-2b": 15 * 20,
     "qwen3-vl-4b": 15 * 20,
     "qwen3-vl-8b": 15 * 20,
+    "qwen3-vl-32b": 15 * 20,
     "qwen3-vl-30b-a3b": 15 * 20,
+    "qwen3-vl-235b-a22b": 15 * 20,
     "cogvlm-17b": 35**2,
 }
 
@@ -124,6 +126,8 @@ def test_sizes(name):
 
 
 FAMILY = {
+    "llava-1.5-7b": "llava",
+    "llava-1.5-13b": "llava",
     "llava-next-7b": "llava_next",
     "blip2-opt-2.7b": "blip-2",
     "internvl3-1b": "internvl",

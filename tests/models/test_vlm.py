@@ -268,9 +268,10 @@ def test_cached_is_uncached():
         ({"layer": 7}, "7"),
         ({"stack": PROJECTOR}, "DeepStack"),
         ({"decoder": DECODER.with_(fusion=DeepStackConfig(at=(0,)))}, "DeepStack"),
-        ({"decoder": DECODER.with_(fusion=CrossConfig(at=(0,)))}, "cross-attention"),
+        ({"decoder": DECODER.with_(fusion=CrossConfig(at=(0,)))}, "looking-vlm"),
         ({"rules": Rules(vocab=49)}, "49"),
         ({"rules": Rules(fill=50)}, "rules.fill is 50"),
+        ({"rules": Rules(positions="qwen2-vl")}, 'rules.positions = "1d"'),
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_built(change, says):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.scenes.conftest import drawn
 from helpers import randomize
 from tasks.test_contrast import named
 from tasks.test_vlm import KINDS, scenes_of, small
@@ -37,11 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated, blind words skip": ("mini-vlm-gated", {}),
     "gated, blind words go on": ("mini-vlm-gated", {"decoder": {"fusion": {"blind": "mlp"}}}),
 }
-
-
-@pytest.fixture(scope="module")
-def atlas() -> Atlas:
-    return Atlas.build(drawn())
 
 
 @pytest.fixture(scope="module")

@@ -353,6 +353,8 @@ def config_of(name: str) -> Config:
         return read_config(name)
     if name in (*recipe.names(), *recipe.untested()):
         return recipe.read(name).model_config()
+    if name in WHOLE and name not in PRESETS:
+        raise ConfigError(f"{name} is a system of several models", f"vitrail ledger {name} --all shows what it costs")
     return named(name)
 
 

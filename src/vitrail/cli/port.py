@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vitrail import hub
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.errors import ConfigError
 from vitrail.hub.configs import THEIRS, Found, find, resolve
-from vitrail.hub.families import FAMILIES
 from vitrail.hub.files import Weights, read_json
-from vitrail.hub.folders import build
+from vitrail.hub.folders import build, family_of
 from vitrail.processing.text import Tokenizer
 
 Out = Annotated[Path, Parameter(alias="-o")]
@@ -63,12 +62,7 @@ def give(model: str, /, *, out: Out, family: str | None = None) -> None:
     """
     out = _free(out)
     found = find(resolve(model))
-    fits = [row.name for row in FAMILIES.values() if row.model is found.model and row.fits(found.config)]
-    if not fits or family not in (None, *fits):
-        raise CheckpointError(
-            f"{model}, a {found.model.__name__}, cannot be written as {family or 'a family of Hugging Face'}",
-            f"it can be written as: {', '.join(fits) or 'none'}",
-        )
+    family_of(found.model, found.config, family)  # refuses before anything is read
     loaded, words = _read(found)
     with _new(out, loaded) as folder:
         left_out = hub.to_hf(loaded, folder, family=family, tokenizer=words)

@@ -98,6 +98,30 @@ def _spells_alike(folder: Path, base: str) -> bool:
         return (Path(other) / WORDS).read_bytes() == (folder / WORDS).read_bytes()
 
 
+def family_of(model: type[nn.Module], config: Any, family: str | None = None) -> Family:
+    """The family that such a model is written as: the first that it fits, unless named."""
+    left = {
+        "place": ("adds learned places to its tower's features", ", or train it without"),
+        "reduce": ("leaves out tokens of a picture", ", or write model.reduced(None)"),
+        "voco": ("has tokens stand for a picture", ""),
+    }
+    for key, (what, more) in left.items():
+        if getattr(config, key, None):
+            raise CheckpointError(
+                f"no Hugging Face family {what} (model.config.{key})", f"keep it in our format (hub.save){more}"
+            )
+    rows = {name: row for name, row in FAMILIES.items() if row.model is model and row.fits(config)}
+    if family is not None and family not in rows:
+        raise CheckpointError(
+            f"a {model.__name__} with this config is no {family}", f"it can be written as: {', '.join(rows) or 'none'}"
+        )
+    if not rows:
+        raise CheckpointError(
+            f"no Hugging Face family is a {model.__name__} with this config", "keep it in our format (hub.save)"
+        )
+    return rows[family] if family is not None else next(iter(rows.values()))
+
+
 def to_hf(
     model: nn.Module, folder: str | Path, *, family: str | None = None, tokenizer: Tokenizer | None = None
 ) -> list[str]:
@@ -107,27 +131,7 @@ def to_hf(
     it, or, if it was made here, how ours is shown pictures. A vision-language model gets all that transformers'
     processor of its family asks for (see `hub.speaking`); what of it could not be written is returned, in words.
     """
-    folder = Path(folder)
-    if getattr(model.config, "place", False):
-        raise CheckpointError(
-            "no Hugging Face family adds learned places to its tower's features (model.config.place)",
-            "keep it in our format (hub.save), or train it without",
-        )
-    left = {"reduce": "leaves out tokens of a picture", "voco": "has tokens stand for a picture"}
-    for key, what in left.items():
-        if getattr(model.config, key, None):
-            raise CheckpointError(
-                f"no Hugging Face family {what} (model.config.{key})",
-                "keep it in our format (hub.save)" + (", or write model.reduced(None)" if key == "reduce" else ""),
-            )
-    rows = {name: row for name, row in FAMILIES.items() if row.model is type(model) and row.fits(model.config)}
-    if family is not None and family not in rows:
-        raise CheckpointError(
-            f"this model is not one of {family!r}", f"it can be written as: {', '.join(rows) or 'none'}"
-        )
-    if not rows:
-        raise CheckpointError(f"no Hugging Face family is a {type(model).__name__} with this config")
-    row = rows[family] if family is not None else next(iter(rows.values()))
+    folder, row = Path(folder), family_of(type(model), model.config, family)
     state, moves = model.state_dict(), row.moves(model.config)
     forgotten = sorted(state.keys() - {name for move in moves for name in move.ours})
     if forgotten:

@@ -26,13 +26,13 @@ from vitrail.lab.parts import Playing, Reading
 from vitrail.models.clip import Contrastive
 from vitrail.models.looking import LookingVLM
 from vitrail.models.vlm import VLM
-from vitrail.nn import Work, cost
+from vitrail.nn import KVCache, Work, cost
 from vitrail.stream import build, pack, words
 
 REPEATS, REHEARSED = 7, 2
 SIZES = {"cpu": (1024, 2**27), "cuda": (8192, 2**30)}
 """Side of the matrices, and bytes that are moved: more than a cache holds."""
-FIRST = "first token, a picture and {} words"
+FIRST, AFTER = "first token, a picture and {} words", "a token at {}"
 
 
 class Measured(Config):
@@ -129,9 +129,9 @@ def _trials(model: Any, given: Given, batch: int, dtype: torch.dtype, device: st
             work = kind_of(model.config).work(model, given, batch)
             yield Trial("forward", work, lambda: model(*inputs))
         case VLM() | LookingVLM():
-            yield _asking(model, given, batch)
+            yield from _asking(model, given, batch, device)
         case Reading():
-            yield _reading(model, given, batch, dtype, device)
+            yield from _reading(model, given, batch, dtype, device)
         case Playing():
             yield _playing(model, batch, device)
 
@@ -146,9 +146,12 @@ def _writing(model: Decoder, n: int, batch: int, device: str) -> Iterator[Trial]
 
     yield Trial(f"prefill, {n} tokens", Work.prefill(n, batch), prefill)
     cache = prefill(REPEATS + REHEARSED)
-    # Every step adds a token: the floor is that of the one in the middle.
-    middle = n + REHEARSED + REPEATS // 2 + 1
-    yield Trial(f"a token at {n}", Work.decode(middle, batch), lambda: model(ids[:, :1], cache=cache))
+    yield Trial(AFTER.format(n), Work.decode(_middle(n), batch), lambda: model(ids[:, :1], cache=cache))
+
+
+def _middle(length: int) -> int:
+    """Every step adds a token: the floor is that of the one in the middle."""
+    return length + REHEARSED + REPEATS // 2 + 1
 
 
 def _inputs(model: nn.Module, batch: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -168,8 +171,8 @@ def _inputs(model: nn.Module, batch: int, dtype: torch.dtype, device: str) -> li
     return found
 
 
-def _asking(model: VLM | LookingVLM, given: Given, batch: int) -> Trial:
-    """The first token of an answer about one picture."""
+def _asking(model: VLM | LookingVLM, given: Given, batch: int, device: str) -> Iterator[Trial]:
+    """The first token of an answer about one picture, and a token after it."""
     (height, width), n = given.sizes[0], given.words
     shown: Any = model.prepare([Image.new("RGB", (width, height), (90, 120, 150))] * batch)
     asked = [1 + i % 7 for i in range(n)]
@@ -177,25 +180,34 @@ def _asking(model: VLM | LookingVLM, given: Given, batch: int) -> Trial:
         streams = [build([words([model.config.mark, *asked])]) for _ in range(batch)]
     else:
         streams = [build([*model.config.parts(shape), words(asked)], model.config.rules) for shape in shown.shapes]
-    rows = pack(streams, len(streams[0]))
+    rows = pack(streams, (length := len(streams[0])))
 
-    def first() -> None:
-        cache = model.decoder.cache(batch, len(streams[0]))
+    def first(room: int = 0) -> KVCache:
+        cache = model.decoder.cache(batch, length + room)
         model.decoder.logits(model.hidden(rows, shown, cache=cache)[:, -1])
+        return cache
 
-    return Trial(FIRST.format(n), model.work([(height, width)], n, batch), first)
+    yield Trial(FIRST.format(n), model.work([(height, width)], n, batch), first)
+    cache, word = first(REHEARSED + REPEATS), torch.ones(batch, 1, dtype=torch.long, device=device)
+    behind = model.step(_middle(length), [(height, width)], batch)
+    yield Trial(AFTER.format(length), behind, lambda: model.decoder(word, cache=cache))
 
 
-def _reading(model: Reading, given: Given, batch: int, dtype: torch.dtype, device: str) -> Trial:
+def _reading(model: Reading, given: Given, batch: int, dtype: torch.dtype, device: str) -> Iterator[Trial]:
     """The same of a unified model, whose pictures have a size of their own."""
     unified, n = model.model, given.words
     pixels = torch.rand(batch, 3, *unified.codec.size, device=device).to(dtype)
     ids, counts = torch.randint(unified.config.decoder.vocab, (batch, n)), torch.full((batch,), n)
 
-    def first() -> None:
-        Answering(unified, unified.look(pixels)[0], batch).prefill(ids, counts)
+    def first() -> Answering:
+        answering = Answering(unified, unified.look(pixels)[0], batch)
+        answering.prefill(ids, counts)
+        return answering
 
-    return Trial(FIRST.format(n), model.work(1, n, batch), first)
+    yield Trial(FIRST.format(n), (work := model.work(1, n, batch)), first)
+    answering, length = first(), work.tokens // batch
+    behind = Work.decode(_middle(length), batch)
+    yield Trial(AFTER.format(length), behind, lambda: answering.step(ids[:, 0].to(device)))
 
 
 def _playing(model: Playing, batch: int, device: str) -> Trial:

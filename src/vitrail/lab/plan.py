@@ -20,6 +20,7 @@ from vitrail.models.vlm_config import VLMConfig
 from vitrail.nn import Work, cost
 
 Reason = Literal["seconds", "memory", "flops", "loss", "score", "most"]
+UNITS = {"seconds": (1.0, "s"), "memory": (1e9, "GB"), "flops": (1e12, "TFLOP")}  # as limits are given by hand
 
 
 class Price(Config):
@@ -158,8 +159,9 @@ def _choice(task: str, law: Law, price: Callable[[int], Price], budget: Budget, 
     if high < low:
         raise ConfigError(f"{task} was measured from {low} tokens on, not up to {high}", "raise the most")
     if reason := budget.broken(price(low)):
+        scale, unit = UNITS[reason]
         raise ConfigError(
-            f"even {low} tokens of {task} pass the budget's {reason}: {getattr(price(low), reason):.3g}",
+            f"even {low} tokens of {task} pass the budget's {reason}: {getattr(price(low), reason) / scale:.3g} {unit}",
             "raise it, or take a smaller system",
         )
     afford = low - 1 + bisect.bisect_left(range(low, high + 1), True, key=lambda n: budget.broken(price(n)) is not None)

@@ -124,17 +124,14 @@ def divergence(file: Path, data: Any) -> list[str]:
     length = len(columns["D"])
     steps = [n for n in (2**i for i in range(length.bit_length())) if n <= length]
     rows = [[str(n), *("–" if c[n - 1] is None else f"{c[n - 1]:.4g}" for c in columns.values())] for n in steps]
-    said = f"{data['model']}: λ {data['lambda']:.4g}, λ/(√2·M) {data['tightness']:.3f}, {data['pairs']} pairs"
+    of = f"{data['model']}, {'pictures' if 'prompt' in data else 'text'}"  # what goes on behind a prompt are pictures
+    said = f"{of}: λ {data['lambda']:.4g}, λ/(√2·M) {data['tightness']:.3f}, {data['pairs']} pairs"
     points = [(float(n), columns["D"][n - 1]) for n in steps]
     curve = [(float(n), d) for n, d in enumerate(columns["λ√Υ"], 1) if d is not None]
-    drawn = draw_laws(
-        [Fitted(str(data["model"]), said, points, curve)], "Divergence over tokens", "dots D, line its law"
-    )
+    drawn = draw_laws([Fitted(of, said, points, curve)], "Divergence over tokens", "dots D, line its law")
     return [
-        drawing(
-            drawn, f"D of {data['model']} over tokens as dots, and the fitted law as a line", caption(said, about, file)
-        ),
-        table(("n", *columns), rows, caption(f"Divergence of {data['model']}", about, file)),
+        drawing(drawn, f"D of {of} over tokens as dots, and the fitted law as a line", caption(said, about, file)),
+        table(("n", *columns), rows, caption(f"Divergence of {of}", about, file)),
     ]
 
 

@@ -5,7 +5,6 @@ T frames, h, w patches along the sides of one, n tokens of context
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from vitrail.lab.audit import GAIA, GAIA_CONTEXT, GAIA_FRAME
 from vitrail.lab.ledger import DEVICES, LENGTHS, pick
 from vitrail.lab.whole import Built, Pass, System, Whole, weigh_up
 from vitrail.models.looking import LookingVLM, LookingVLMConfig
-from vitrail.models.presets import VLMS, vlm_named
+from vitrail.models.presets import SYSTEMS, VLMS, vlm_named
 from vitrail.models.unified import Unified, UnifiedConfig
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, Block, BlockConfig, GatedConfig, PlainConfig, RotaryConfig, Work
@@ -55,15 +54,6 @@ def _vlm(config: VLMConfig | LookingVLMConfig, said: int = 1) -> Built:
     parts = {name: nn.ModuleList(leg.modules) for name, leg in model.legs(asked).items()}
     second = asked.context * (1 if pairs_up else FRAMES)
     return Built(parts, passes, asked.tokens, asked.context, second, grows=True)
-
-
-def _qwen3_vl(decoder: str) -> VLMConfig:
-    """Another of Qwen3's decoders behind the eyes of Qwen3-VL-8B."""
-    eight, words = VLMS["qwen3-vl-8b"], DECODERS[decoder]
-    old, gives = eight.decoder, words.block.width
-    words = words.with_(rotary=old.rotary, context=old.context, fusion=old.fusion)
-    connector, stack = (cast(Any, part).with_(gives=gives) for part in (eight.connector, eight.stack))
-    return eight.with_(decoder=words, connector=connector, stack=stack)
 
 
 def _openvla() -> VLMConfig:
@@ -239,8 +229,8 @@ WHOLE: dict[str, System] = {
     "qwen3-vl-4b":          System("answer",  _named("qwen3-vl-4b")),
     "qwen3-vl-8b":          System("answer",  _named("qwen3-vl-8b")),
     "qwen3-vl-30b-a3b":     System("answer",  _named("qwen3-vl-30b-a3b")),
-    "qwen3-vl-32b":         System("answer",  lambda: _vlm(_qwen3_vl("qwen3-32b"))),
-    "qwen3-vl-235b-a22b":   System("answer",  lambda: _vlm(_qwen3_vl("qwen3-235b-a22b"))),
+    "qwen3-vl-32b":         System("answer",  _named("qwen3-vl-32b")),
+    "qwen3-vl-235b-a22b":   System("answer",  _named("qwen3-vl-235b-a22b")),
     "openvla-7b":           System("action",  lambda: _vlm(_openvla(), said=7), note="an action is seven tokens"),
     "octo-base":            System("action",  _octo,
                                    note="a chunk of four actions; stems, T5 and the head's 20 steps are not in times"),
@@ -271,8 +261,9 @@ WHOLE: dict[str, System] = {
 def system(
     name: str, *, devices: Sequence[str] = tuple(DEVICES), lengths: Sequence[int] = LENGTHS, dtype: str = "bfloat16"
 ) -> Whole:
-    """The figures of one of them."""
-    return weigh_up(name, pick(WHOLE, name, "system"), devices=devices, lengths=lengths, dtype=dtype)
+    """The figures of one of them, or of any other vision-language model that has a preset."""
+    others = {other: System("answer", _named(other)) for other in SYSTEMS if other not in WHOLE}
+    return weigh_up(name, pick(WHOLE | others, name, "system"), devices=devices, lengths=lengths, dtype=dtype)
 
 
 def compression(name: str) -> float:

@@ -278,7 +278,9 @@ VLMS: dict[str, VLMConfig] = {
     "qwen3-vl-2b":      _qwen3("qwen3-vl-l",      "qwen3-1.7b"),
     "qwen3-vl-4b":      _qwen3("qwen3-vl-l",      "qwen3-4b"),
     "qwen3-vl-8b":      _qwen3("qwen3-vl-so400m", "qwen3-8b"),
+    "qwen3-vl-32b":     _qwen3("qwen3-vl-so400m", "qwen3-32b"),
     "qwen3-vl-30b-a3b": _qwen3("qwen3-vl-so400m", "qwen3-30b-a3b"),
+    "qwen3-vl-235b-a22b": _qwen3("qwen3-vl-so400m", "qwen3-235b-a22b"),
     "cogvlm-17b":     _cogvlm("llama-2-7b"),
 }
 """Their pictures are tokens of the stream."""

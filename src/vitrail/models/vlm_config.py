@@ -22,7 +22,7 @@ from vitrail.processing.footage import Footage
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
-from vitrail.stream import Part, Rules, picture, video
+from vitrail.stream import POSITIONS, Part, Rules, picture, video
 from vitrail.stream import queries as slots
 
 TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig | CodesTowerConfig
@@ -94,7 +94,10 @@ class VLMConfig(Config):
         if isinstance(self.connector, FusedConfig):
             raise ConfigError("question-fused queries read what a connector gives", "give them as `queries`")
         if isinstance(self.decoder.fusion, CrossConfig):
-            raise ConfigError("cross-attention looks at pictures that are no tokens of the stream", "use another model")
+            raise ConfigError(
+                "cross-attention looks at pictures that are no tokens of the stream",
+                'use the model that looks: kind = "looking-vlm"',
+            )
         if self.footage is not None and not isinstance(self.tower, PackedViTConfig):
             raise ConfigError(f"{type(self.tower).__name__} reads no videos", "leave footage out")
         self._check_tower()
@@ -106,6 +109,11 @@ class VLMConfig(Config):
         rows = self.decoder.vocab + self.decoder.extra
         if self.rules.fill >= rows:
             raise ConfigError(f"rules.fill is {self.rules.fill}, and the decoder embeds {rows} ids", "give one of them")
+        if self.decoder.rotary.layout == "1d" and not POSITIONS[self.rules.positions].flat:
+            raise ConfigError(
+                f"rules.positions {self.rules.positions!r} counts rows and columns, and the decoder turns by one index",
+                'set rules.positions = "1d", or give the decoder a rotary layout of three axes (mrope)',
+            )
         if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
             raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
         self._check_context()

@@ -35,7 +35,9 @@ def template_of(found: Found, tokenizer: Tokenizer, habit: Habit | None, named: 
     if tokenizer.chat_template is not None:
         return ChatTemplate.of(tokenizer)
     if habit is None:
-        raise TextError(f"{found.path} has no chat template", "name one: load(…, template='vicuna')")
+        raise TextError(
+            f"{found.path} has no chat template", "name one: load(…, template='vicuna'), or --template vicuna"
+        )
     return habit.template(found.config, tokenizer)
 
 

@@ -162,9 +162,10 @@ class Talker:
         max_new: int | None = None,
         sampling: Sampling = GREEDY,
         stop_strings: Sequence[str] = (),
+        compiled: bool = False,
     ) -> Iterator[str]:
         """The answer to a conversation, piece by piece as it is written. `max_new` tokens at most: 256, or what the
-        context has room for, unless given."""
+        context has room for, unless given. `compiled`: see `generate.seen.write`."""
         stream, pictures, videos = prompt = self.prompt(messages)
         room = self._room(prompt, 1 if max_new is None else max_new)
         pieces = seen.stream(
@@ -177,6 +178,7 @@ class Talker:
             tokenizer=self.words,
             stop_ids=self.stops,
             stop_strings=stop_strings,
+            compiled=compiled,
         )
         return (piece.text for piece in pieces)
 

@@ -21,6 +21,7 @@ KINDS = {
     "attention": {"pool": "attention", "order": "channels_last", "resize": "bilinear_antialias"},
     "rotary": {"cls": True, "positions": "none", "rotary": ROTARY, "rotary_span": 7, "pool": "mean"},
     "unstretched": {"positions": "none", "rotary": ROTARY, "pool": "mean", "norm_last": "none"},
+    "both": {"rotary": ROTARY, "resize": "bilinear_antialias", "pool": "mean"},
     "gated": {"block": BLOCK.with_(mlp=GatedConfig(hidden=20, inner_norm="layer"), layer_scale=0.1), "pool": "mean"},
 }
 
@@ -125,6 +126,15 @@ def test_rotary_positions_alone_tell_arrangements_apart():
     assert relative(a, b) > 1e-3  # the same patches in another arrangement
     plain = vit(positions="none")
     assert torch.equal(plain(patches, [(2, 3)]), plain(patches, [(3, 2)]))
+
+
+def test_rotation_joins_learned_positions_and_adds_no_weight():
+    """CoMP's continual RoPE: a tower that was trained without goes on with it."""
+    before, after = vit(pool="mean"), vit("both", resize="bicubic")
+    after.load_state_dict(before.state_dict())
+    alone, several = torch.randn(2, 3, 3, 3), torch.randn(2, 3, 9, 15)
+    assert relative(after(alone), before(alone)) < 1e-6  # one patch is turned against itself
+    assert relative(after(several), before(several)) > 1e-3
 
 
 def test_gradients_reach_every_parameter():

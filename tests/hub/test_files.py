@@ -1,6 +1,7 @@
 """Bad checkpoints: each refused in words that name the file or tensor; nothing run, nothing lost."""
 
 import json
+import os
 import pickle
 import struct
 
@@ -134,3 +135,14 @@ def test_own_format_refuses_strangers(tmp_path):
         load(tmp_path)
     with pytest.raises(CheckpointError, match="Linear"):
         save(torch.nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_weights_may_be_read_by_whom_other_files_may(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        write_weights(tmp_path, [("a", torch.ones(3)), ("b", torch.ones(3))], shard=12)
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1

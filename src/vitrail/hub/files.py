@@ -139,7 +139,11 @@ def write_weights(
         else [f"{stem}.safetensors"]
     )
     for name, part in zip(names, parts, strict=True):
-        save_file(part, folder / f"{name}.partial", metadata={"format": "pt"})
+        partial = folder / f"{name}.partial"
+        partial.touch()
+        mode = partial.stat().st_mode
+        save_file(part, partial, metadata={"format": "pt"})
+        partial.chmod(mode)  # safetensors 0.8 makes files that only their owner may read
     index = folder / f"{stem}.safetensors.index.json"
     stale = {old for each in STEMS for old in folder.glob(f"{each}*.safetensors*") if old.suffix != ".partial"}
     for name in names:

@@ -1,4 +1,4 @@
-"""InternViT and Llama-3.2-Vision's tower against transformers on random checkpoints of odd shapes."""
+"""Towers of InternVL, Llama-3.2-Vision and SAM against transformers on random checkpoints of odd shapes."""
 
 import json
 import random
@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import InternVLVisionConfig, InternVLVisionModel, MllamaVisionModel
 from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
+from transformers.models.sam.configuration_sam import SamVisionConfig
+from transformers.models.sam.modeling_sam import SamVisionModel
 
 from helpers import randomize, relative
-from vitrail.encoders import TiledViT, ViT
-from vitrail.encoders.presets import TILED, VITS
+from vitrail.encoders import SAM, TiledViT, ViT
+from vitrail.encoders.presets import SAMS, TILED, VITS
 from vitrail.errors import CheckpointError
 from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.towers_vl import DEFAULTS, TOWERS_VL
@@ -177,11 +179,58 @@ def test_llamas_tower(seed, tmp_path):
     close(ours(tiles, ratios)[..., D:], torch.stack(states, dim=-1).flatten(-2))
 
 
+# ---- Segment Anything -------------------------------------------------------------------------------------------
+
+
+def sam(draw: random.Random) -> SamVisionModel:
+    heads, patch, layers = draw.choice([1, 2, 3]), draw.choice([2, 3, 5]), draw.randint(1, 4)
+    return SamVisionModel(
+        SamVisionConfig(
+            hidden_size=heads * draw.choice([4, 6, 10]),
+            num_attention_heads=heads,
+            num_hidden_layers=layers,
+            mlp_dim=draw.randint(7, 50),
+            layer_norm_eps=draw.choice([1e-6, 1e-3]),
+            hidden_act=draw.choice(["gelu", "gelu_pytorch_tanh"]),
+            qkv_bias=draw.random() < 0.7,
+            use_abs_pos=draw.random() < 0.8,
+            use_rel_pos=draw.random() < 0.8,
+            patch_size=patch,
+            image_size=patch * draw.randint(2, 9),
+            num_channels=draw.choice([1, 3]),
+            window_size=draw.choice([0, 2, 3, 4]),
+            global_attn_indexes=[i for i in range(layers) if draw.random() < 0.4],
+            output_channels=draw.randint(3, 12),
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(2 * CASES))
+def test_segment_anythings_tower(seed, tmp_path):
+    reference = randomize(sam(random.Random(seed)), seed=seed).eval()
+    reference.save_pretrained(tmp_path / "theirs")
+    ours = from_hf(tmp_path / "theirs")
+    pixels = torch.randn(2, ours.config.channels, ours.config.image, ours.config.image)
+    mine, theirs = pixels.clone().requires_grad_(), pixels.clone().requires_grad_()
+    want, got = reference(theirs, output_hidden_states=True), ours(mine)
+    last = want.last_hidden_state.flatten(2).mT
+    close(got, last)
+    for layer, state in enumerate(ours.states(pixels, range(ours.config.layers + 1))):
+        close(state, want.hidden_states[layer])
+    same_gradients(got, mine, ours, last, theirs, reference)
+    comes_back(ours, reference, tmp_path, lambda model: model(pixels))
+
+
 # ---- configs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name, theirs", [("internvl_vision", InternVLVisionConfig), ("mllama_vision_model", MllamaVisionConfig)]
+    "name, theirs",
+    [
+        ("internvl_vision", InternVLVisionConfig),
+        ("mllama_vision_model", MllamaVisionConfig),
+        ("sam_vision_model", SamVisionConfig),
+    ],
 )
 def test_what_a_config_leaves_out(name, theirs):
     about = json.loads(theirs().to_json_string(use_diff=False))
@@ -190,11 +239,14 @@ def test_what_a_config_leaves_out(name, theirs):
 
 
 LARGE = {"hidden_size": 3200, "num_hidden_layers": 45, "num_attention_heads": 25, "intermediate_size": 12_800}
+HUGE = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16}
 RELEASED = {
     # The settings of the released config.json; millions of parameters, as the model cards and reports round them.
     "internvit-300m": (InternVLVisionModel, InternVLVisionConfig(attention_bias=True), 304),
     "internvit-6b": (InternVLVisionModel, InternVLVisionConfig(**LARGE, use_qk_norm=True, norm_type="rms_norm"), 5540),
     "llama-3.2-vision": (MllamaVisionModel, MllamaVisionConfig(image_size=560), 850),
+    "sam-b": (SamVisionModel, SamVisionConfig(), 90),
+    "sam-h": (SamVisionModel, SamVisionConfig(**HUGE, global_attn_indexes=[7, 15, 23, 31]), 637),
 }
 
 
@@ -202,9 +254,10 @@ RELEASED = {
 def test_released_shapes(name):
     model, theirs, millions = RELEASED[name]
     row = ROWS[theirs.model_type]
-    preset = {**VITS, **TILED}[name]
+    preset = {**VITS, **TILED, **SAMS}[name]
+    kind = next(kind for kind, rows in ((ViT, VITS), (TiledViT, TILED), (SAM, SAMS)) if name in rows)
     with torch.device("meta"):
-        ours, reference = (ViT if name in VITS else TiledViT)(preset), model(theirs)
+        ours, reference = kind(preset), model(theirs)
     assert row.read(json.loads(theirs.to_json_string(use_diff=False))) == preset == row.read(row.write(preset))
     state, mine = reference.state_dict(), ours.state_dict()
     pulled, pushed = {}, {}

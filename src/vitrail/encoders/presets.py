@@ -3,6 +3,7 @@
 from typing import Any
 
 from vitrail.encoders.packed import PackedViTConfig
+from vitrail.encoders.sam import SAMConfig
 from vitrail.encoders.text import TextConfig
 from vitrail.encoders.tiled import TiledViTConfig
 from vitrail.encoders.towers import TowerConfig, TowersConfig
@@ -157,6 +158,18 @@ TILED: dict[str, TiledViTConfig] = {
         block=BlockConfig(width=1280, attention=AttentionConfig(heads=16), mlp=PlainConfig(hidden=5120), eps=1e-5),
     ),
 }
+
+
+def _sam(size: str, full: tuple[int, ...]) -> SAMConfig:
+    return SAMConfig(layers=SIZES[size][1], block=_block(size), full=full)
+
+
+SAMS: dict[str, SAMConfig] = {
+    "sam-b": _sam("B", (2, 5, 8, 11)),
+    "sam-l": _sam("L", (5, 11, 17, 23)),
+    "sam-h": _sam("H", (7, 15, 23, 31)),
+}
+"""Segment Anything's image towers."""
 
 
 def _text(

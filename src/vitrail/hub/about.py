@@ -82,6 +82,9 @@ class Sizes(msgspec.Struct):
     use_mask_token: Flag = None
     vision_use_head: Flag = None
     projection_size: Width = None
+    window_size: Few = None
+    mlp_dim: Width = None
+    output_channels: Width = None
 
 
 class Args(msgspec.Struct):

@@ -3,7 +3,7 @@
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.video import VideoCodec, VideoCodecConfig
-from vitrail.encoders import PackedViT, PackedViTConfig, TiledViT, TiledViTConfig
+from vitrail.encoders import SAM, PackedViT, PackedViTConfig, SAMConfig, TiledViT, TiledViTConfig
 from vitrail.hub.autoencoders import AUTOENCODER_KL
 from vitrail.hub.blip2 import BLIP2, BLIP2_TEXT, BLIP2_TOWER
 from vitrail.hub.decoders import DECODERS
@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "looking-vlm": (LookingVLMConfig, LookingVLM),
     "packed_vit": (PackedViTConfig, PackedViT),
     "tiled_vit": (TiledViTConfig, TiledViT),
+    "sam": (SAMConfig, SAM),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""

@@ -1,8 +1,9 @@
-"""Towers of vision-language models that stand alone: InternViT, and that of Llama-3.2-Vision."""
+"""Towers of vision-language models that stand alone: InternViT, that of Llama-3.2-Vision, and Segment Anything's."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from vitrail.encoders.sam import SAM, SAMConfig
 from vitrail.encoders.tiled import TiledViT, TiledViTConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError
@@ -47,6 +48,23 @@ DEFAULTS: dict[str, About] = {
         "max_num_tiles": 4,
         "intermediate_layers_indices": [3, 7, 15, 23, 30],
         "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+    },
+    "sam_vision_model": {
+        "hidden_size": 768,
+        "output_channels": 256,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 1024,
+        "patch_size": 16,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-6,
+        "qkv_bias": True,
+        "mlp_ratio": 4.0,
+        "use_abs_pos": True,
+        "use_rel_pos": True,
+        "window_size": 14,
+        "global_attn_indexes": [2, 5, 8, 11],
     },
 }  # fmt: skip
 
@@ -251,10 +269,93 @@ def _mllama_moves(config: TiledViTConfig) -> list[Move]:
     return moves
 
 
+# ---- Segment Anything -------------------------------------------------------------------------------------------
+
+
+def _read_sam(about: About) -> SAMConfig:
+    about = whole(about, DEFAULTS["sam_vision_model"])
+    width, layers = about["hidden_size"], about["num_hidden_layers"]
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=about["num_attention_heads"], bias="all" if about["qkv_bias"] else "out"),
+        mlp=PlainConfig(hidden=about.get("mlp_dim", int(width * about["mlp_ratio"])), activation=activation_of(about)),
+        eps=about["layer_norm_eps"],
+    )
+    return SAMConfig(
+        layers=layers,
+        block=block,
+        image=one_size(about, "image_size"),
+        patch=one_size(about, "patch_size"),
+        channels=about["num_channels"],
+        window=about["window_size"],
+        # A tower of fewer blocks may come with the usual one's indices; transformers passes over those it lacks.
+        full=tuple(i for i in about["global_attn_indexes"] if i < layers),
+        positions=about["use_abs_pos"],
+        relative=about["use_rel_pos"],
+        gives=about["output_channels"],
+    )
+
+
+def _write_sam(config: SAMConfig) -> About:
+    block = config.block
+    return {
+        "architectures": ["SamVisionModel"],
+        "hidden_size": block.width,
+        "output_channels": config.gives,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": block.attention.heads,
+        "num_channels": config.channels,
+        "image_size": config.image,
+        "patch_size": config.patch,
+        "hidden_act": activation_name(block.mlp.activation),
+        "layer_norm_eps": block.eps,
+        "qkv_bias": block.attention.bias == "all",
+        "mlp_dim": block.mlp.hidden,
+        "use_abs_pos": config.positions,
+        "use_rel_pos": config.relative,
+        "window_size": config.window,
+        "global_attn_indexes": list(config.full),
+    }
+
+
+def neck_moves(width: int, gives: int, ours: str, theirs: str) -> list[Move]:
+    return [
+        reshape(f"{ours}.narrow.weight", f"{theirs}.conv1.weight", (gives, width, 1, 1)),
+        *layer(f"{ours}.norm1", f"{theirs}.layer_norm1"),
+        *layer(f"{ours}.around", f"{theirs}.conv2", bias=False),
+        *layer(f"{ours}.norm2", f"{theirs}.layer_norm2"),
+    ]
+
+
+def _sam_moves(config: SAMConfig) -> list[Move]:
+    W, P, S = config.block.width, config.patch, config.side
+    moves = [
+        reshape("embed.proj.weight", "patch_embed.projection.weight", (W, config.channels, P, P)),
+        rename("embed.proj.bias", "patch_embed.projection.bias"),
+        *neck_moves(W, config.gives, "neck", "neck"),
+    ]
+    if config.positions:
+        moves += [view("positions.table", "pos_embed", (S * S, W), (1, S, S, W))]
+    block = [
+        *layer("norm", "layer_norm1"),
+        *layer("attention.qkv", "attn.qkv", config.block.attention.bias == "all"),
+        *layer("attention.out", "attn.proj"),
+        *layer("mlp.norm", "layer_norm2"),
+        *layer("mlp.op.up", "mlp.lin1"),
+        *layer("mlp.op.down", "mlp.lin2"),
+    ]
+    if config.relative:
+        block += [rename("attention.rows", "attn.rel_pos_h"), rename("attention.columns", "attn.rel_pos_w")]
+    for i in range(config.layers):
+        moves += under(f"blocks.{i}.", f"layers.{i}.", block)
+    return under("", "vision_encoder.", moves)
+
+
 # ---- rows -------------------------------------------------------------------------------------------------------
 
 
 TOWERS_VL: tuple[Family, ...] = (
     tower_row("internvl_vision", ViT, _read_internvl, _write_internvl, _internvl_moves),
     tower_row("mllama_vision_model", TiledViT, _read_mllama, _write_mllama, _mllama_moves),
+    tower_row("sam_vision_model", SAM, _read_sam, _write_sam, _sam_moves),
 )

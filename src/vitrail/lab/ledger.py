@@ -20,8 +20,19 @@ from vitrail.backbones.presets import DECODERS
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.presets import CODECS
 from vitrail.config import Config
-from vitrail.encoders import Conv, ConvConfig, TextConfig, TextTower, Towers, TowersConfig, ViT, ViTConfig
-from vitrail.encoders.presets import TEXTS, TOWERS, VITS
+from vitrail.encoders import (
+    SAM,
+    Conv,
+    ConvConfig,
+    SAMConfig,
+    TextConfig,
+    TextTower,
+    Towers,
+    TowersConfig,
+    ViT,
+    ViTConfig,
+)
+from vitrail.encoders.presets import SAMS, TEXTS, TOWERS, VITS
 from vitrail.errors import ConfigError, nearest
 from vitrail.lab.parts import Playing, Reading
 from vitrail.models.clip import Contrastive, ContrastiveConfig
@@ -175,6 +186,7 @@ KINDS: dict[type[Config], Kind] = {
                             lambda m, g, n, b: Work.decode(n, b)),
     ViTConfig:         Kind(ViT, "picture", lambda c, g: c.side**2, lambda m, g, b: m.work(b)),
     ConvConfig:        Kind(Conv, "picture", lambda c, g: c.side**2, lambda m, g, b: m.work(b)),
+    SAMConfig:         Kind(SAM, "picture", lambda c, g: c.side**2, lambda m, g, b: m.work(b)),
     TowersConfig:      Kind(Towers, "picture", lambda c, g: _patches(c),
                             lambda m, g, b: Work.full(_patches(m.config), b)),
     TextConfig:        Kind(TextTower, "text", lambda c, g: c.context, lambda m, g, b: m.work(b)),
@@ -202,6 +214,7 @@ def _patches(config: TowersConfig) -> int:
 PRESETS: dict[str, Config] = {
     **DECODERS,
     **VITS,
+    **SAMS,
     **TOWERS,
     **CODECS,
     **{f"{name}-text": text for name, text in TEXTS.items()},

@@ -18,7 +18,7 @@ from torch import nn
 from vitrail.backbones.decoder import Decoder
 from vitrail.codecs.codec import Codec
 from vitrail.config import Config
-from vitrail.encoders import Conv, TextTower, Towers, ViT
+from vitrail.encoders import SAM, Conv, TextTower, Towers, ViT
 from vitrail.errors import ConfigError
 from vitrail.generate.answers import Reading as Answering
 from vitrail.lab.ledger import DTYPES, Device, Given, Time, check_work, kind_of, pick
@@ -124,7 +124,7 @@ def _trials(model: Any, given: Given, batch: int, dtype: torch.dtype, device: st
     match model:
         case Decoder():
             yield from _writing(model, given.words, batch, device)
-        case ViT() | Conv() | Towers() | Codec() | Contrastive() | TextTower():
+        case ViT() | Conv() | SAM() | Towers() | Codec() | Contrastive() | TextTower():
             inputs = _inputs(model, batch, dtype, device)
             work = kind_of(model.config).work(model, given, batch)
             yield Trial("forward", work, lambda: model(*inputs))

@@ -22,6 +22,7 @@ from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
+from vitrail.devices import usable
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
 from vitrail.hub.based import checksum, checksum_words
@@ -287,7 +288,7 @@ def train(
     final, last = kept_in(recipe, out, until), until or recipe.stages[-1].name
     stages = recipe.stages[: 1 + [stage.name for stage in recipe.stages].index(last)]
     refuse_untrained(recipe)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable(device)
     out.mkdir(parents=True, exist_ok=True)
     with distributed.joined(device):
         shown = None

@@ -29,7 +29,7 @@ from vitrail.processing.images import Source, load_image
 from vitrail.processing.text import Tokenizer
 from vitrail.show.looked import losses, overlay
 from vitrail.stream import pack
-from vitrail.talker import Talker, usable
+from vitrail.talker import Talker, home
 
 DESCRIBE = "Describe the picture briefly."
 APART = 1_000_003  # seeds of one try and the next: no two of a batch of any size meet
@@ -92,7 +92,7 @@ class Studio:
         is one picture in one type, and may be another in another: name the `dtype` where that matters."""
         if name_or_path == MINI:
             name_or_path = _shipped(MINI, TRAIN)
-        where, usual = usable(device, half=True)
+        where, usual = home(device, half=True)
         model = hub.load(name_or_path, dtype=dtype or usual, device=where)
         if not isinstance(model, Unified):
             raise ConfigError(

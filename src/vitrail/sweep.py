@@ -16,10 +16,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-import torch
-
 from vitrail import recipe as recipes
 from vitrail.config import Config
+from vitrail.devices import usable
 from vitrail.errors import ConfigError, nearest
 from vitrail.hub.configs import shipped
 from vitrail.hub.packages import PACKAGES
@@ -189,7 +188,7 @@ def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None
         (run.folder / ORIGIN).unlink(missing_ok=True)
         shutil.rmtree(run.folder / "tests", ignore_errors=True)
         recipes.train(chosen, run.folder, device=device, quiet=True)
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = usable(device)
         _put(run.folder / ORIGIN, json.dumps(origin(f"vitrail sweep {sweep.name}", where), indent=1))
         _put(mark, made_of)
     for stage in chosen.stages:

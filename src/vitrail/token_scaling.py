@@ -26,6 +26,7 @@ from vitrail import recipe as recipes
 from vitrail.data.named import NamedConfig, NamedSource
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
+from vitrail.devices import usable
 from vitrail.errors import ConfigError, DataError
 from vitrail.hub.based import checksum
 from vitrail.lab.contrasts import Point
@@ -51,7 +52,7 @@ UNSEEN, UNSEEN_NAMED = "unseen", "unseen-named"  # sources of a recipe that mode
 
 class Experiment:
     def __init__(self, design: Design, out: Path, device: str | None = None):
-        self.design, self.device = design, device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.design, self.device = design, usable(device)
         names = {"base": design.base, "queries": design.queries}
         plain = {which: recipes.read(name) for which, name in names.items()}
         self.changes = apart(design.changes, plain)

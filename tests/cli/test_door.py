@@ -49,6 +49,42 @@ def test_what_can_be_mended_is_said_without_a_traceback(monkeypatch, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "smoke", "--out", "{file}"],
+        ["train", "smoke", "--out", "{file}/below"],
+        ["sweep", "batch", "--out", "{file}"],
+        ["scaling", "run", "--out", "{file}", "--smoke"],
+        ["train", "smoke", "--out", "{free}", "--device", "banana"],
+        ["train", "smoke", "--out", "{free}", "--device", "meta"],
+        ["claims", "report", "--results", "{folder}", "--out", "{free}"],
+    ],
+)
+def test_places_that_will_not_do_are_named(words, tmp_path, monkeypatch, capsys):
+    places = {"file": tmp_path / "file", "folder": tmp_path / "folder", "free": tmp_path / "free"}
+    places["file"].touch()
+    places["folder"].mkdir()
+    monkeypatch.setattr(sys, "argv", ["vitrail", *(word.format(**places) for word in words)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "→" in error and "Traceback" not in error
+    assert any(str(place) in error for place in places.values()) or words[-1] in error
+    assert not places["free"].exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all")
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, capsys):
+    (closed := tmp_path / "closed").mkdir(0)
+    for words in (["ledger"], ["data", "show"], ["eval"]):
+        more = ["questions"] if words == ["eval"] else []
+        monkeypatch.setattr(sys, "argv", ["vitrail", *words, str(closed), *more])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2 and str(closed) in capsys.readouterr().err
+
+
 def test_rooms_load_when_named():
     assert vitrail.nn.Block
     with pytest.raises(AttributeError, match="rooms"):

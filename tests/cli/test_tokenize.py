@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from helpers import randomize
+from models import test_unified as unified
 from vitrail.cli import main
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.container import TokenFile
@@ -93,6 +94,19 @@ def test_there_and_back(home, tmp_path, monkeypatch, capsys, codec, fit):
     assert "11 pictures" in out
     again = {p.relative_to(tmp_path / "again").as_posix(): Image.open(p) for p in (tmp_path / "again").rglob("*.png")}
     assert {name: (image.height, image.width) for name, image in again.items()} == sizes
+
+
+def test_by_the_codec_of_a_model_that_draws(home, tmp_path, monkeypatch, capsys):
+    """Its codes are those that it reads and draws."""
+    made = unified.made()
+    save(made, tmp_path / "unified")
+    words = ("tokenize", home / "pictures", "--codec", tmp_path / "unified", "-o", tmp_path / "a.vtok")
+    assert run(monkeypatch, capsys, *words)[0] == 0
+    with TokenFile(tmp_path / "a.vtok") as held:
+        for one in held:
+            image = Image.open(home / "pictures" / one.name).convert("RGB")
+            pixels, _ = Fit(how="cover").whole(made.codec).apply(image, made.codec.factor)
+            assert torch.equal(made.look(made.codec.pixels(pixels[None]))[1][0], one.ids)
 
 
 def test_shards_and_files_and_folders_together(home, tmp_path):

@@ -201,3 +201,8 @@ def test_what_cannot_be_is_refused():
     for wrong in ({"steps": 0}, {"sampling": Sampling(repetition=1.2)}):
         with pytest.raises(ConfigError):
             Rolling(**wrong)
+
+
+def test_codes_are_settled_in_any_order_unless_told():
+    """The surest are those that did not change: settled first, they copy the last frame."""
+    assert Rolling().order == "random"

@@ -274,3 +274,8 @@ def test_files_that_are_none(tmp_path, text, words):
 def test_a_table_that_is_not_there():
     with pytest.raises(DataError, match="paper-tuned"):
         read_scores("paper-tuend")
+
+
+def test_scores_beyond_all_measure_are_fitted_all_the_same():
+    law = fit([1, 2, 1e300], [1e308, 1e-308, 3])
+    assert law.intervals["c"][1] == math.inf and math.isfinite(law.alpha)

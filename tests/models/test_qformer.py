@@ -1,5 +1,7 @@
 """A Q-Former with a text beside it: who learns from whom, and what it costs."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -126,3 +128,9 @@ def test_texts_that_are_too_long_and_a_model_that_does_not_write():
     made, (pixels, ids) = model(dec=None), sample()
     with pytest.raises(ConfigError, match="dec"):
         made.write(made.features(pixels), ids)
+
+
+def test_it_begins_as_blip_2_does():
+    """A temperature of 0.07, and texts of at most 32 tokens."""
+    plain = TextQFormerConfig(tower=CONFIG.tower, qformer=CONFIG.qformer, vocab=30_522)
+    assert math.exp(-plain.log_scale) == pytest.approx(0.07) and plain.context == 32

@@ -435,3 +435,8 @@ def test_named():
     assert named("llava-next") == AnyRes() == named("anyres")
     with pytest.raises(ConfigError, match="naflex"):
         named("naflx")
+
+
+def test_native_budgets_are_qwens():
+    ours, theirs = Native(), Qwen2VLImageProcessorPil().size
+    assert (ours.min_pixels, ours.max_pixels) == (theirs["shortest_edge"], theirs["longest_edge"]) == (3136, 1_003_520)

@@ -221,3 +221,11 @@ def test_what_cannot_be_is_refused():
     alone = make_frames_task(LatentActions(worlds.latent_config()), "latent", FramesSettings())
     assert isinstance(alone.model, LatentActions)
     assert DynamicsSettings().rate == (0.5, 1.0) and QuantizerWeights().commit == 0.25
+
+
+@pytest.mark.parametrize("name", ["untested/genie-coinrun", "untested/genie-pocket"])
+def test_the_recipes_normalise_queries_and_keys(name):
+    config = recipe.read(name).model_config()
+    nets = [config.codec.encoder, config.codec.decoder, config.dynamics.transformer]
+    nets += [config.latent.encoder, config.latent.decoder] if config.latent else []
+    assert all(net.block.attention.qk_norm == "rms" for net in nets)

@@ -182,6 +182,12 @@ def main() -> None:
         except VitrailError as error:
             print(f"vitrail: {error}", file=sys.stderr)
             sys.exit(2)
+        except OSError as error:  # a file or folder that nobody further in had a better word for
+            if isinstance(error, BrokenPipeError) or error.filename is None:
+                raise
+            print(f"vitrail: {error.filename}: {error.strerror}", file=sys.stderr)
+            print("  → check that it is there, and that you may read it or write to it", file=sys.stderr)
+            sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)
         finally:

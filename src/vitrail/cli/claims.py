@@ -115,6 +115,8 @@ def report(*, results: Path = RESULTS, out: Path = PAGE) -> None:
 
     if not results.is_dir():
         raise ConfigError(f"{results} is no folder", "give the folder of results with --results")
+    if not any(results.glob("*.json")):
+        raise ConfigError(f"{results} holds no results", "give the folder of results with --results")
     text = page(results)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,7 @@ def compare(
     import torch
 
     from vitrail.data.sources.progress import bar
+    from vitrail.devices import usable
     from vitrail.evals.baselines import QUALITIES, Baseline
     from vitrail.evals.coders import CodecCoder, Coder
     from vitrail.evals.metrics.frechet import features
@@ -163,7 +164,7 @@ def compare(
         raise ConfigError("a probe needs a reader's features", "give --reader, or leave --probe out")
     if not codecs and not baseline:
         raise ConfigError("there is nothing to compare", "name codecs, or baselines: --baseline jpeg")
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = usable(device)
     formats = [
         Baseline(name, level, "4:2:0" if name == "webp" else colour, whole)
         for name in baseline
@@ -211,16 +212,17 @@ def compare(
 
 def load_codec(name: str, device: str | None) -> Any:
     """A codec; any other model is refused by what it is."""
-    import torch
 
     from vitrail import hub
     from vitrail.codecs.codec import CodecConfig
+    from vitrail.devices import usable
     from vitrail.hub.configs import read_config
     from vitrail.models.qlip import QLIPConfig
+    from vitrail.models.unified import UnifiedConfig
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable(device)
     config = read_config(name)
-    if not isinstance(config, CodecConfig | QLIPConfig):
+    if not isinstance(config, CodecConfig | QLIPConfig | UnifiedConfig):
         kind = type(config).__name__.removesuffix("Config")
         raise CheckpointError(
             f"{name} is a {kind} and has no codes", "give a codec: a folder that `vitrail train` wrote"

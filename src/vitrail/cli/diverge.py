@@ -14,11 +14,11 @@ from torch import Tensor
 from vitrail import hub
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.cli.scaling import check_figures, print_table, save_figure
-from vitrail.cli.write import usable
 from vitrail.cli.written import check_written, write_plain
 from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, read_text
+from vitrail.devices import usable
 from vitrail.errors import ConfigError
 from vitrail.hub.configs import read_config
 from vitrail.lab.bottlenecks import side_of

@@ -134,14 +134,9 @@ def _loaded(name: str, common: Common) -> Any:
 
 
 def device_of(common: Common) -> str:
-    import torch
+    from vitrail.devices import usable
 
-    device = common.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here", "leave --device out, or say cpu")
-    return device
+    return usable(None if common.device == "auto" else common.device)
 
 
 def open_scenes(preset: str, asked: Scenes, side: int) -> "tuple[SceneSource, Words, str]":

@@ -5,11 +5,11 @@ import sys
 import time
 from typing import Annotated
 
-import torch
 from cyclopts import Parameter
 
 from vitrail import hub
 from vitrail.backbones.decoder import DecoderConfig
+from vitrail.devices import usable
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import Sampling, stream
 from vitrail.hub.configs import read_config
@@ -119,15 +119,3 @@ def _speed(times: list[float], sampling: Sampling) -> str:
     if not sampling.greedy:
         words.append(f"seed {sampling.seed}")
     return ", ".join([f"{count} token{'s' * (count != 1)}", *words])
-
-
-def usable(device: str | None) -> str:
-    """The device named, or a GPU if there is one; refused where nothing can be computed on it."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=device).item()  # which the meta device cannot tell
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise ConfigError(
-            f"device {device!r} cannot be used: {str(error).splitlines()[0]}", "try --device cpu"
-        ) from None
-    return device

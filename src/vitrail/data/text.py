@@ -77,7 +77,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror}", "check the recipe's `files`") from None
+        raise TextError(f"{path} cannot be read: {error.strerror}", "give a text file in UTF-8") from None
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8: {error.reason} at byte {error.start}", "convert it first") from None
 

@@ -52,12 +52,12 @@ def find(path: Path, *, own: bool = True) -> Found:
 
 def resolve(name_or_path: str | Path) -> Path:
     """A path on disk: itself, a model that ships with the package, the file of one, or the snapshot of a hub id."""
+    name = str(name_or_path)
+    if isinstance(name_or_path, str) and name in shipped():  # a folder called so is ./NAME
+        return SHIPPED / name
     path = locate(name_or_path)
     if path.exists():
         return path
-    name = str(name_or_path)
-    if name in shipped():
-        return SHIPPED / name
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         known = ", ".join([*shipped(), *PACKAGES])
         raise CheckpointError(f"{name} does not exist", f"give a folder, {known}, or a hub id such as Qwen/Qwen3-0.6B")

@@ -6,6 +6,7 @@ Axes: N points, P parameters.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -223,6 +224,11 @@ def _step(moves: Array, misses: Array, damping: float) -> Array:
     return np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), moves.T @ misses)
 
 
+def _exp(x: float) -> float:
+    """Infinite where no number is large enough."""
+    return math.exp(x) if x < math.log(sys.float_info.max) else math.inf
+
+
 def _intervals(
     name: FormName, theta: Array, inverse: Array, spread: float, dof: int, ends: Ends, bounded: bool
 ) -> dict[str, tuple[float, float]]:
@@ -233,7 +239,7 @@ def _intervals(
     if name == "power":
         c, alpha = half * np.sqrt(np.diag(inverse))
         return {
-            "c": (math.exp(theta[0] - c), math.exp(theta[0] + c)),
+            "c": (_exp(theta[0] - c), _exp(theta[0] + c)),
             "alpha": (float(theta[1] - alpha), float(theta[1] + alpha)),
         }
     told = FORMS[name].told

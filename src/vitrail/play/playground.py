@@ -28,7 +28,7 @@ from vitrail.hub.files import read_json, write_json
 from vitrail.models.genie import Genie
 from vitrail.play.controls import Controls, check_codes, check_episodes, learn_controls
 from vitrail.processing.images import Source, load_image
-from vitrail.talker import usable
+from vitrail.talker import home
 
 if TYPE_CHECKING:
     from vitrail.control.gym import WorldEnv, WorldVectorEnv
@@ -53,7 +53,7 @@ class Playground:
     @classmethod
     def load(cls, name_or_path: str | Path, *, device: str | torch.device | None = None) -> "Playground":
         """On a GPU, if there is one; in half precision there, and on CPUs that multiply it."""
-        where, dtype = usable(device, half=True)
+        where, dtype = home(device, half=True)
         folder = configs.resolve(name_or_path)
         model = hub.load(folder, dtype=dtype, device=where)
         if not isinstance(model, Genie):

@@ -26,7 +26,7 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | np.ndarray |
 # Pillow warns above this many pixels (a quarter of a gigabyte of RGB); so it is where we stop by default.
 MAX_PIXELS = 89_478_485
 _ALONE = threading.Lock()
-_HUGE = "shrink it, or raise max_pixels if you trust it (--max-pixels on the command line)"
+_HUGE = "shrink it, or raise max_pixels if you trust it (`vitrail grid` takes --max-pixels)"
 
 # Raster formats only: Pillow would hand an EPS to Ghostscript, and has readers nobody has looked at for years.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF", "TGA")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vitrail import hub
 from vitrail.data.sources.fetch import to_stderr
+from vitrail.devices import usable
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.evals.contrastive import to_ids
 from vitrail.hub.configs import read_config, resolve
@@ -63,7 +64,7 @@ class ContrastiveEye:
 
 def open_eye(model: str, *, device: str | None = None) -> ContrastiveEye:
     """The eye of a CLIP or SigLIP in a folder, or by its hub id."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable(device)
     path, config = resolve(model), read_config(model)
     if not isinstance(config, ContrastiveConfig | QLIPConfig):
         kind = type(config).__name__.removesuffix("Config")

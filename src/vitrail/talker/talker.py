@@ -12,6 +12,7 @@ import torch
 
 from vitrail import hub
 from vitrail.connectors.reduce import AnyReduction
+from vitrail.devices import usable
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import seen
 from vitrail.generate.sampling import GREEDY, Sampling
@@ -72,7 +73,7 @@ class Talker:
         """On a GPU, if there is one, in half precision. `template` names a preset of `ChatTemplate`: otherwise it is
         the folder's own or, where that has none, its family's. `reduce` leaves fewer tokens of each picture than the
         folder says."""
-        where, dtype = usable(device)
+        where, dtype = home(device)
         found = find(resolve(name_or_path))
         if not issubclass(found.model, VLM | LookingVLM):
             raise ConfigError(f"{name_or_path} is a {found.model.__name__} and not a VLM", "give the folder of a VLM")
@@ -345,17 +346,9 @@ def _together(pictures: Sequence[Shown | Views]) -> Shown | Views | None:
     return type(pictures[0])(torch.cat(pixels), *(tuple(one for own in column for one in own) for column in rest))
 
 
-def usable(device: str | torch.device | None, *, half: bool = False) -> tuple[str, torch.dtype]:
+def home(device: str | torch.device | None, *, half: bool = False) -> tuple[str, torch.dtype]:
     """Where a model ready to hand goes, and its type there: a GPU, if there is one, in half precision; if `half` will
     do, in that on CPUs, too, which have instructions for products of bfloat16."""
-    there = torch.cuda.is_available()
-    try:
-        where = torch.device(device or ("cuda" if there else "cpu"))
-    except RuntimeError:
-        where = torch.device("meta")
-    if where.type not in ("cpu", "cuda", "mps"):
-        raise ConfigError(f"no model can run on the device {str(device)!r}", "say cpu or cuda")
-    if where.type == "cuda" and not there:
-        raise ConfigError("there is no CUDA device here", "leave the device out, or say cpu")
-    half = half and where.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return str(where), torch.bfloat16 if half or where.type == "cuda" else torch.float32
+    where = usable(device)
+    half = half and where == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return where, torch.bfloat16 if half or where.startswith("cuda") else torch.float32

@@ -28,7 +28,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.read(msgspec.json.decode(path.read_bytes()))
     except FileNotFoundError:
-        raise DataError(f"{folder} holds no {MANIFEST}", "record some: vitrail data make pocket -o FOLDER") from None
+        raise DataError(
+            f"{folder} holds no {MANIFEST}", f"record some: vitrail data make WORLD -o {folder}; a recipe says which"
+        ) from None
     except VitrailError as error:
         raise DataError(f"{path} cannot be read: {error.problem}", error.remedy) from error
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers import randomize
-from tasks.test_vlm import KINDS, atlas, both, scenes_of, small, words  # noqa: F401
+from tasks.test_vlm import KINDS, both, scenes_of, small, words  # noqa: F401
 from vitrail import hub
 from vitrail.encoders import TextConfig
 from vitrail.errors import ConfigError

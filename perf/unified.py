@@ -26,10 +26,10 @@ from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
 from vitrail.models.unified import Unified
 from vitrail.nn import Work, cost
-from vitrail.talker import usable
+from vitrail.talker import home
 
 CUDA = torch.cuda.is_available()
-DEVICE, USUAL = usable(None, half=True)
+DEVICE, USUAL = home(None, half=True)
 PROMPT, ANSWER, STEPS = 12, 24, Drawing().steps
 MEASURED = (
     "vitrail.generate.answers",

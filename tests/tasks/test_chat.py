@@ -15,7 +15,7 @@ from torch import Tensor
 
 import vitrail
 from helpers import randomize
-from vitrail import recipe
+from vitrail import recipe, sweep
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.backbones.fusion import DeepStackConfig, ExpertConfig
 from vitrail.connectors import FusedConfig, MergerConfig, ProjectorConfig
@@ -420,3 +420,21 @@ def test_the_recipe_runs_a_step(file, tmp_path):
     assert isinstance(made, VLM)
     row = json.loads((tmp_path / "tune" / "log.jsonl").read_text())
     assert row["loss/cut"] == 0 and row["loss"] == row["loss/answers"]
+
+
+SYSTEMS = sweep.read("chat-systems")
+
+
+@pytest.mark.parametrize("number", range(len(SYSTEMS.variants)), ids=[one.name for one in SYSTEMS.variants])
+def test_systems_of_the_field_run_a_step(number, file, tmp_path):
+    """Each of the sweep's with words of its own, from nothing."""
+    plain = SYSTEMS.read_recipe(SYSTEMS.variants[number], 0).plain()
+    plain["tokenizer"], plain["model"]["parts"] = {"train": VOCAB, "specials": [IMAGE]}, {}
+    plain["model"]["config"]["rules"]["fill"] = FILL
+    plain["model"]["config"]["decoder"]["vocab"] = VOCAB
+    plain["sources"] = {name: {"kind": "conversations", "data": str(file)} for name in plain["sources"]}
+    plain["stages"] = [stage | {"dtype": "float32"} for stage in plain["stages"]]
+    made = recipe.train(recipe.tiny(recipe.Recipe.read(plain)), tmp_path, quiet=True)
+    talker = Talker.load(tmp_path / "final", device="cpu")
+    assert isinstance(talker.ask(Image.new("RGB", (70, 40), "red"), "what is this?", max_new=2), str)
+    assert isinstance(made, VLM)

@@ -39,6 +39,7 @@ FUSED = FusedConfig(reads=D, gives=W, vocab=9, first=5, layers=2, width=12, head
 KINDS = {
     "linear": ProjectorConfig(reads=D, gives=W, layers=1),
     "mlp": ProjectorConfig(reads=D, gives=W, layers=3, hidden=(11, 13)),
+    "apart": ProjectorConfig(reads=D, gives=W, apart=(5, 3)),
     "merger": MergerConfig(reads=D, gives=W),
     "shuffle": MergerConfig(reads=D, gives=W, hidden=7, norm_at="after"),
     "blocks": MergerConfig(reads=D, gives=W, order="blocks", norm_at="none"),

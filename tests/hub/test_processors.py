@@ -16,6 +16,7 @@ import vitrail
 from helpers import randomize
 from vitrail import hub
 from vitrail.cli import port
+from vitrail.encoders.towers import normalized
 from vitrail.hub.families import FAMILIES
 from vitrail.models.looking import LookingVLM
 from vitrail.processing.chat import ChatTemplate
@@ -30,6 +31,8 @@ SMALL = {"hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "nu
 TOWER = {**SMALL, "image_size": 30, "patch_size": 7}  # two pixels of a side are not read
 CLIP = {"model_type": "clip_vision_model", **TOWER}
 SIGLIP = {"model_type": "siglip_vision_model", **TOWER}
+SAM = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 30, "image_size": 72}
+SAM |= {"patch_size": 6, "window_size": 5, "global_attn_indexes": [0], "output_channels": 4}
 PINPOINTS = [[30, 60], [60, 30], [60, 60], [90, 30]]
 PACKED = {"depth": 2, "num_heads": 1, "patch_size": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
@@ -56,6 +59,8 @@ CASES = {
     "llava, siglip": Case({"vision_config": SIGLIP, "vision_feature_select_strategy": "full"}),
     "llava, with CLS": Case({"vision_config": CLIP, "vision_feature_select_strategy": "full"}),
     "llava_next": Case({"vision_config": CLIP, "image_grid_pinpoints": PINPOINTS}),
+    "deepseek_vl": Case({"vision_config": SIGLIP}, ["<pic>"], image="<pic>", mark="image_token_id"),
+    "deepseek_vl_hybrid": Case({"vision_config": SIGLIP, "high_res_vision_config": SAM}, mark="image_token_id"),
     "blip-2": Case(
         {"vision_config": TOWER, "qformer_config": SMALL, "num_query_tokens": 5}, named={"bos": "</s>", "eos": "</s>"}
     ),
@@ -198,7 +203,11 @@ def test_their_processor_and_model_do_as_ours(name, exported, picture, monkeypat
     given = asked(processor, picture)
     stream, shown, _ = talker.prompt([talker.turn(picture, ASK)])
     assert given["input_ids"][0].tolist() == stream.ids.tolist()
-    pixels = given["pixel_values"].reshape(shown.pixels.shape)
+    if name == "deepseek_vl_hybrid":  # whose towers take the mean and deviation of each: see test_deepseek_vl
+        pixels, tower = given["high_res_pixel_values"], talker.model.config.tower
+        shown = shown._replace(pixels=normalized(shown.pixels, tower.mean, tower.std))
+    else:
+        pixels = given["pixel_values"].reshape(shown.pixels.shape)
     torch.testing.assert_close(pixels, shown.pixels, atol=1e-5, rtol=0)
     said = answer(folder, processor, given)
     if name != "mllama":  # where transformers differs from Meta's own code: see below
@@ -225,7 +234,9 @@ def test_mllama_answers_as_transformers_does(picture, tmp_path):
     assert said == answer(tmp_path, processor, asked(processor, picture)) and said
 
 
-@pytest.mark.parametrize("name", ["llava", "llava_next", "blip-2", "idefics", "mllama"])
+@pytest.mark.parametrize(
+    "name", ["llava", "llava_next", "deepseek_vl", "deepseek_vl_hybrid", "blip-2", "idefics", "mllama"]
+)
 def test_what_came_is_kept(name, exported, tmp_path):
     """As transformers saves it, with manners and settings of its own: into our format, and out of it again."""
     folder = tmp_path / "theirs"

@@ -15,6 +15,7 @@ from models import test_looking as looking
 from models import test_vlm as vlm
 from vitrail.backbones.fusion import DeepStackConfig, picture_plan
 from vitrail.connectors import MergerConfig
+from vitrail.encoders import HybridConfig, SAMConfig
 from vitrail.encoders.towers import TowerConfig, TowersConfig
 from vitrail.errors import ConfigError
 from vitrail.hub import save
@@ -23,7 +24,7 @@ from vitrail.models.looking import LookingVLM
 from vitrail.models.presets import SYSTEMS
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import Work, cost
-from vitrail.processing.resolution import Native
+from vitrail.processing.resolution import Framed, Native
 from vitrail.stream import Rules, build, pack, words
 
 
@@ -124,12 +125,19 @@ TAPPED = {
     "decoder": vlm.TURNED.with_(fusion=DeepStackConfig(at=(0, 1))),
 }
 BOTH = TowersConfig(towers=(TowerConfig(vit=vlm.TOWER, layer=-2), TowerConfig(vit=vlm.TOWER)), image=24)
+FINE = SAMConfig(layers=2, block=vlm.TOWER.block, image=35, patch=5, window=2, full=(0,), gives=3)
+TWICE = {
+    "tower": HybridConfig(low=TowerConfig(vit=vlm.TOWER, layer=-2), high=FINE),
+    "policy": Framed(size=24, patch=vlm.TOWER.patch, fine=35),
+    "connector": vlm.PROJECTOR.with_(reads=28, apart=(12, 16)),
+}
 SEEING = {
     **{name: seeing(connector=connector, layer=-2) for name, connector in vlm.CONNECTORS.items()},
     "last layer": seeing(connector=vlm.PROJECTOR),
     "prefix": seeing(connector=vlm.CONNECTORS["resampler"], prefix=True, layer=1),
     "newlines": seeing(connector=vlm.PROJECTOR, policy=vlm.POLICIES["anyres"], newline=True),
     "towers": seeing(connector=vlm.PROJECTOR.with_(reads=32), tower=BOTH),
+    "twice": seeing(**TWICE),
     "packed": seeing(connector=MERGER, **NATIVE, tower=vlm.PACKED, decoder=vlm.TURNED),
     "deepstack": seeing(connector=MERGER, **NATIVE, **TAPPED),
     "expert": seeing(connector=vlm.PROJECTOR, decoder=vlm.DECODER.with_(fusion=vlm.FUSIONS["expert"])),

@@ -16,7 +16,7 @@ from vitrail.codecs.presets import CODECS
 from vitrail.codecs.tower import CodesTower, CodesTowerConfig
 from vitrail.connectors import ConvMergerConfig, ProjectorConfig, QFormerConfig, ResamplerConfig, make_connector
 from vitrail.connectors.reduce import VisionZipConfig
-from vitrail.encoders import ViT, ViTConfig
+from vitrail.encoders import Hybrid, HybridConfig, ViT, ViTConfig
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.errors import ConfigError
@@ -39,6 +39,8 @@ TOKENS = {  # of a picture of 640 × 480
     "llava-1.5-qlip-codes": 28**2,
     "llava-next-7b": 24**2 + 36 * (48 + 1),
     "prismatic-7b": 27**2,
+    "deepseek-vl-1.3b": 24**2,
+    "deepseek-vl-7b": 24**2,
     "blip2-opt-2.7b": 32,
     "internvl3-1b": (12 + 1) * 256,
     "internvl3-2b": (12 + 1) * 256,
@@ -117,6 +119,7 @@ def test_sizes(name):
     with torch.device("meta"):
         model = VLM(config)
         kinds = {TowersConfig: Towers, PackedViTConfig: PackedViT, ViTConfig: ViT, CodesTowerConfig: CodesTower}
+        kinds |= {HybridConfig: Hybrid}
         tower = kinds[type(config.tower)](config.tower)
         stack = [make_connector(config.stack) for _ in config.tower.taps] if config.stack else []
         queries = [make_connector(config.queries)] if config.queries else []
@@ -129,6 +132,8 @@ FAMILY = {
     "llava-1.5-7b": "llava",
     "llava-1.5-13b": "llava",
     "llava-next-7b": "llava_next",
+    "deepseek-vl-1.3b": "deepseek_vl",
+    "deepseek-vl-7b": "deepseek_vl_hybrid",
     "blip2-opt-2.7b": "blip-2",
     "internvl3-1b": "internvl",
     "internvl3-2b": "internvl",
@@ -212,6 +217,9 @@ QUERIES = QFormerConfig(reads=1024, gives=4096)
         ("llava-1.5-7b", {"policy": Native()}, "native"),
         ("llava-1.5-7b", {"layer": 25}, "no layer 25"),
         ("prismatic-7b", {"layer": -2}, "their own layers"),
+        ("deepseek-vl-7b", {"layer": -2}, "their own layers"),
+        ("deepseek-vl-7b", {"policy": VLMS["deepseek-vl-1.3b"].policy}, "fine = 1024"),
+        ("deepseek-vl-7b", {"connector": VLMS["prismatic-7b"].connector}, "reads = 2048"),
         ("llava-next-7b", {"connector": ResamplerConfig(reads=1024, gives=4096)}, "newlines"),
         ("llava-next-7b", {"connector": QUERIES}, "newlines"),
         ("llava-1.5-qlip-codes", {"layer": -2}, "leave them out"),

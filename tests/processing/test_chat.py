@@ -13,7 +13,8 @@ from vitrail.processing.text import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-SPECIALS = sorted({t for row in PRESETS.values() for t in (*row.specials, "<image>", "<video>", "<|begin_of_text|>")})
+PICTURES = {row.variables.get("image", "<image>") for row in PRESETS.values()}
+SPECIALS = sorted({"<video>", "<|begin_of_text|>", *PICTURES, *(t for row in PRESETS.values() for t in row.specials)})
 WORDS = Tokenizer.train(["What is it? It is a cat, a red cat.\n"] * 3, 330, specials=SPECIALS, bos="<s>", eos="</s>")
 IMAGE = {"type": "image"}
 # A template as models carry them: no generation tags.
@@ -58,6 +59,8 @@ EXACT = {
     "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT:{ A cat.</s>}USER: Sure? ASSISTANT:",
+    "deepseek-vl": "<｜begin▁of▁sentence｜>Be brief.\n\nUser: <image_placeholder>What is it?\n\n"
+    "Assistant:{ A cat.<｜end▁of▁sentence｜>}User: Sure?\n\nAssistant:",
     "mistral": "<s>[INST] Be brief.\n\n<image>\nWhat is it? [/INST]{ A cat.</s>}[INST] Sure? [/INST]",
     "idefics": "<s>User:<fake_token_around_image><image><fake_token_around_image>What is it?<end_of_utterance>"
     "\nAssistant:{ A cat.<end_of_utterance>}\nUser: Sure?<end_of_utterance>\nAssistant:",

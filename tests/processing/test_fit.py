@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.errors import ConfigError
-from vitrail.processing.fit import fit, squashes
-from vitrail.processing.resolution import AnyRes, Crop, Letterbox, Naive
+from vitrail.processing.cut import RESAMPLE
+from vitrail.processing.fit import fit, resized, squashes
+from vitrail.processing.resolution import AnyRes, Crop, Framed, Letterbox, Naive
 
 POLICIES = st.sampled_from(
     [
         Naive(size=24, patch=8),
         Naive(size=25, patch=8, unread=1, resample="bilinear"),
         Letterbox(size=24, patch=8, fill=(9, 200, 30)),
+        Framed(size=24, patch=8, least=3, fine=29),
         Crop(size=24, patch=8),
         Crop(size=16, patch=8, edge=21, resample="bilinear"),
     ]
@@ -52,3 +54,12 @@ def test_several_views_and_other_filters_are_refused():
         fit(pixels, AnyRes())
     with pytest.raises(ConfigError, match="lanczos"):
         fit(pixels, Naive(size=16, patch=8, resample="lanczos"))
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["bilinear", "bicubic"]), st.integers(0, 99))
+def test_squares_are_resized_as_pillow_does_it(before, after, resample, seed):
+    noise = np.random.default_rng(seed).integers(0, 256, (before, before, 3), dtype=np.uint8)
+    wanted = np.asarray(Image.fromarray(noise).resize((after, after), RESAMPLE[resample]))
+    made = resized(torch.from_numpy(noise).movedim(-1, 0), after, resample)
+    assert (made.movedim(0, -1).numpy() == wanted).all()

@@ -35,6 +35,7 @@ from vitrail.processing.resolution import (
     AnyPolicy,
     AnyRes,
     Crop,
+    Framed,
     Letterbox,
     NaFlex,
     Naive,
@@ -370,7 +371,7 @@ def test_picture_says_where_padding_is(name, height, width):
 def test_stretch():
     assert Naive().cut(100, 200).views[0].stretch == 0.5
     assert Letterbox().cut(100, 200).views[0].stretch == 1
-    assert Crop().cut(100, 200).views[0].stretch == 1
+    assert Framed().cut(100, 200).views[0].stretch == Crop().cut(100, 200).views[0].stretch == 1
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *PRESETS])
@@ -401,6 +402,9 @@ def test_strips_do_not_explode(policy):
         (Naive, {"unread": 20}),
         (Naive, {"unread": -1}),
         (Letterbox, {"size": 337}),
+        (Framed, {"size": 385}),
+        (Framed, {"least": 0}),
+        (Framed, {"fine": 10}),
         (Crop, {"size": 100}),
         (Crop, {"edge": 300}),
         (Native, {"min_pixels": 10, "max_pixels": 9}),

@@ -35,8 +35,8 @@ def grid(
     out
         Folder for the sheets, called after their pictures: photo-grid.png.
     policy
-        Only this policy: naive, letterbox, crop, anyres, native, naflex, hd9, tiles, canvas, or a preset: clip,
-        siglip-384, llava-1.5, llava-next, llava-onevision, qwen2-vl, qwen3-vl, siglip2-naflex, internvl,
+        Only this policy: naive, letterbox, framed, crop, anyres, native, naflex, hd9, tiles, canvas, or a preset: clip,
+        siglip-384, llava-1.5, deepseek-vl, llava-next, llava-onevision, qwen2-vl, qwen3-vl, siglip2-naflex, internvl,
         llama-3.2-vision. May be repeated.
     frame
         Which frame of an animation, or page of a TIFF, counted from 0.

@@ -19,6 +19,7 @@ from vitrail.nn.block import Residual
 from vitrail.nn.norms import make_norm
 
 EPS = 1e-6  # of the neck's norms
+LANES = 8  # channels of q and k are filled up to a multiple of this, which fused kernels ask for in half precision
 
 
 class SAMConfig(Config, tag="sam", tag_field="kind"):
@@ -89,9 +90,9 @@ class MapAttention(Attention):
         return self.out(attend(q, k, v, Plan()).flatten(2)).unflatten(1, (h, w))
 
     def _placed(self, q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k (B, N, H, D), rows (h, h, D), columns (w, w, D) → (B, N, H, D + h + w)"""
+        """q, k (B, N, H, D), rows (h, h, D), columns (w, w, D) → (B, N, H, D + h + w, filled up)"""
         D, h, w = self.head_dim, len(rows), len(columns)
-        cells, wide = q.unflatten(1, (h, w)), D + h + w
+        cells, wide = q.unflatten(1, (h, w)), filled(D + h + w)
         down = torch.einsum("byxnd,yud->byxnu", cells, rows)  # (B, h, w, H, h)
         across = torch.einsum("byxnd,xud->byxnu", cells, columns)  # (B, h, w, H, w)
         # `attend` divides by the root of all channels, and only those of q and k are to be divided, by that of D.
@@ -99,7 +100,12 @@ class MapAttention(Attention):
         y = torch.eye(h, dtype=k.dtype, device=k.device).repeat_interleave(w, 0)
         x = torch.eye(w, dtype=k.dtype, device=k.device).repeat(h, 1)
         stands = torch.cat([y, x], dim=-1)[:, None].expand(*k.shape[:3], -1)  # (B, N, H, h + w)
-        return looks, torch.cat([k, stands], dim=-1)
+        k, room = torch.cat([k, stands], dim=-1), (0, wide - D - h - w)
+        return F.pad(looks, room), F.pad(k, room)
+
+
+def filled(channels: int) -> int:
+    return -(-channels // LANES) * LANES
 
 
 def apart(table: Tensor, side: int) -> Tensor:
@@ -207,7 +213,8 @@ class MapWork(Work):
 def _(module: MapAttention, work: MapWork) -> int:
     heads, D = module.config.heads, module.head_dim
     places = 0 if module.rows is None else work.height + work.width
-    found = 2 * heads * (D * places * work.tokens + (2 * D + places) * work.pairs)
+    wide = filled(D + places) if places else D
+    found = 2 * heads * (D * places * work.tokens + (wide + D) * work.pairs)
     return cost.flops(module.qkv, work) + cost.flops(module.out, work) + found
 
 

@@ -79,21 +79,24 @@ def _runs(module: Towers, work: Work) -> Iterator[tuple[ViT, Work, list[nn.Modul
     """Each tower, its work (`work` counts patches; a prefix is each tower's own), and what its layer spares it."""
     for tower, vit in zip(module.config.towers, module.towers, strict=True):
         assert isinstance(vit, ViT)
-        spared = list(vit.blocks[depth_of(tower.layer, tower.vit.layers) :])
-        if tower.layer is not None and tower.vit.norm_last == "tokens":
-            spared.append(vit.norm_last)
-        yield vit, Work.full(tower.vit.prefix + work.tokens // work.rows, work.rows), spared
+        yield vit, Work.full(tower.vit.prefix + work.tokens // work.rows, work.rows), spared(vit, tower.layer)
+
+
+def spared(vit: ViT, layer: int | None) -> list[nn.Module]:
+    """What a ViT does not run when it is read at an earlier layer."""
+    norm = [vit.norm_last] if layer is not None and vit.config.norm_last == "tokens" else []
+    return [*vit.blocks[depth_of(layer, vit.config.layers) :], *norm]
 
 
 @cost.flops.register
 def _(module: Towers, work: Work) -> int:
     return sum(
-        cost.flops(vit, mine) - sum(cost.flops(part, mine) for part in spared)
-        for vit, mine, spared in _runs(module, work)
+        cost.flops(vit, mine) - sum(cost.flops(part, mine) for part in unread)
+        for vit, mine, unread in _runs(module, work)
     )
 
 
 @cost.bytes.register
 def _(module: Towers, work: Work) -> cost.Bytes:
-    found = (cost.bytes(vit, mine) + cost.Bytes(read=-weigh(*spared)) for vit, mine, spared in _runs(module, work))
+    found = (cost.bytes(vit, mine) + cost.Bytes(read=-weigh(*unread)) for vit, mine, unread in _runs(module, work))
     return sum(found, cost.Bytes())

@@ -119,6 +119,7 @@ class About(Sizes):
     model_args: Args | None = None
     pretrained_cfg: Labels | None = None
     vision_config: Sizes | None = None
+    high_res_vision_config: Sizes | None = None
     vision_config_dict: Sizes | None = None
     text_config: Sizes | None = None
     text_config_dict: Sizes | None = None

@@ -3,10 +3,11 @@
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.video import VideoCodec, VideoCodecConfig
-from vitrail.encoders import SAM, PackedViT, PackedViTConfig, SAMConfig, TiledViT, TiledViTConfig
+from vitrail.encoders import SAM, Hybrid, HybridConfig, PackedViT, PackedViTConfig, SAMConfig, TiledViT, TiledViTConfig
 from vitrail.hub.autoencoders import AUTOENCODER_KL
 from vitrail.hub.blip2 import BLIP2, BLIP2_TEXT, BLIP2_TOWER
 from vitrail.hub.decoders import DECODERS
+from vitrail.hub.deepseek_vl import DEEPSEEK_VL
 from vitrail.hub.encoders import ENCODER_MODELS, ENCODERS
 from vitrail.hub.eva02 import EVA02
 from vitrail.hub.family import Family
@@ -49,6 +50,7 @@ MODELS: dict[str, tuple[type, type]] = {
     "packed_vit": (PackedViTConfig, PackedViT),
     "tiled_vit": (TiledViTConfig, TiledViT),
     "sam": (SAMConfig, SAM),
+    "hybrid": (HybridConfig, Hybrid),
     **ENCODER_MODELS,
 }
 """Kinds of our own format → config and model."""
@@ -57,7 +59,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(*DECODERS, OPT, *ENCODERS, *TOWERS_VL, BLIP2_TOWER, *LLAVA, *QWEN_VL, MLLAMA, IDEFICS, BLIP2, INTERNVL),
-        *(BLIP2_TEXT, EVA02, AUTOENCODER_KL, QLIP_FAMILY),
+        *(*DEEPSEEK_VL, BLIP2_TEXT, EVA02, AUTOENCODER_KL, QLIP_FAMILY),
     )
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

@@ -24,7 +24,7 @@ from vitrail.codecs.vit import ViTPairConfig
 from vitrail.config import Config
 from vitrail.connectors.presets import PRESETS as CONNECTORS
 from vitrail.encoders import TiledViTConfig
-from vitrail.encoders.presets import PACKED, TILED, TOWERS, VITS
+from vitrail.encoders.presets import PACKED, SAMS, TILED, TOWERS, VITS
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.presets import SYSTEMS, codes_of, encoder_of, vlm_named
 from vitrail.models.vlm import VLMConfig
@@ -52,6 +52,8 @@ TABLES: dict[tuple[str, ...], Callable[[], Mapping[str, Config]]] = {
     ("tower",): lambda: {**_of_systems("tower"), **TOWERS, **PACKED, **TILED, **CODES, **ENCODERS},
     ("tower", "encoder"): lambda: ENCODERS,
     ("tower", "towers", "vit"): lambda: ENCODERS,
+    ("tower", "low", "vit"): lambda: ENCODERS,
+    ("tower", "high"): lambda: SAMS,
     ("connector",): lambda: {**_of_systems("connector"), **CONNECTORS},
     ("stack",): lambda: {**_of_systems("stack"), **CONNECTORS},
     ("queries",): lambda: {**_of_systems("queries"), **CONNECTORS},

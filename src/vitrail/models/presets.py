@@ -23,7 +23,9 @@ from vitrail.codecs.vit import ViTPairConfig
 from vitrail.connectors import AnyConnectorConfig, ConvMergerConfig, FusedConfig, MergerConfig, ProjectorConfig
 from vitrail.connectors.presets import PRESETS as CONNECTORS
 from vitrail.connectors.reduce import VisionZipConfig, VisPrunerConfig
-from vitrail.encoders.presets import PACKED, SIZES, TILED, TOWERS, VITS
+from vitrail.encoders.hybrid import HybridConfig
+from vitrail.encoders.presets import PACKED, SAMS, SIZES, TILED, TOWERS, VITS
+from vitrail.encoders.towers import TowerConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.looking import LookingVLMConfig
@@ -32,7 +34,7 @@ from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, R
 from vitrail.processing.anyres import HD9, AnyRes
 from vitrail.processing.images import NORMS
 from vitrail.processing.resolution import PRESETS as POLICIES
-from vitrail.processing.resolution import AnyPolicy, Crop, Letterbox, Naive, Native
+from vitrail.processing.resolution import AnyPolicy, Crop, Framed, Letterbox, Naive, Native
 from vitrail.processing.tiles import Tiles
 from vitrail.stream import Rules
 
@@ -131,6 +133,37 @@ def _prismatic(decoder: str) -> VLMConfig:
     policy = Naive(size=384, unread=6)
     return VLMConfig(
         tower=tower, connector=connector, decoder=words, policy=policy, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+    )
+
+
+def _deepseek_vl(width: int, layers: int, heads: int, hidden: int, *, fine: bool) -> VLMConfig:
+    """SigLIP without its pool, with a plain GELU; the larger model has SAM beside it, at 1,024 pixels."""
+    attention = AttentionConfig(heads=heads, kv_heads=heads)
+    words = DecoderConfig(
+        vocab=102_400,
+        layers=layers,
+        block=BlockConfig(width=width, attention=attention, mlp=GatedConfig(hidden=hidden), norm="rms"),
+        rotary=RotaryConfig(head_dim=width // heads),
+        context=16_384,
+    )
+    siglip, half, clip, rules = VITS["siglip-l16-384"], NORMS["half"], NORMS["clip"], Rules(fill=100_015)
+    siglip = siglip.with_(pool="none", block=siglip.block.with_(mlp=PlainConfig(hidden=4096)))
+    if not fine:
+        connector = ProjectorConfig(reads=siglip.block.width, gives=width)
+        return VLMConfig(
+            tower=siglip, connector=connector, decoder=words, policy=Framed(), mean=half.mean, std=half.std, rules=rules
+        )
+    tower = HybridConfig(low=TowerConfig(vit=siglip), high=SAMS["sam-b"], mean=clip.mean, std=clip.std)
+    connector = ProjectorConfig(reads=tower.width, gives=width, apart=(tower.fine, siglip.block.width))
+    policy = Framed(fine=tower.image, fill=(122, 116, 104))
+    return VLMConfig(
+        tower=tower,
+        connector=connector,
+        decoder=words,
+        policy=policy,
+        mean=(0.0, 0.0, 0.0),  # each tower has its own
+        std=(1.0, 1.0, 1.0),
+        rules=rules,
     )
 
 
@@ -266,6 +299,8 @@ VLMS: dict[str, VLMConfig] = {
     "llava-1.5-qlip-codes": _llava_qlip("qlip-l14-392", "llama-2-7b", layer=None),
     "llava-next-7b":  _llava("clip-l14-336", "llava-1.5-7b",  "llama-2-7b",  AnyRes(), newline=True),
     "prismatic-7b":   _prismatic("llama-2-7b"),
+    "deepseek-vl-1.3b": _deepseek_vl(2048, 24, 16, 5632, fine=False),
+    "deepseek-vl-7b":   _deepseek_vl(4096, 30, 32, 11_008, fine=True),
     "blip2-opt-2.7b": _blip2(2560, 32, 32, "blip2-opt-2.7b"),
     "internvl3-1b":   _internvl3("qwen2.5-0.5b"),
     "internvl3-2b":   _internvl3("qwen2.5-1.5b"),

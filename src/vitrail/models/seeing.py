@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from vitrail.encoders.depth import depth_of
+from vitrail.encoders.towers import spared
 from vitrail.encoders.vit import ViT
 from vitrail.nn import Work, cost
 from vitrail.nn.learned import weigh
@@ -80,20 +80,13 @@ def make_legs(
     operations by which it is found out what of a view's features goes on."""
     seen, soft, fused = (*(work.looks if isinstance(work, SeeingWork) else ()), None, None, None)[:3]
     chosen = 0 if seen is None else seen.rows * choosing
-    legs = {"tower": Leg([tower], seen, _spared(tower, layer), beside=chosen)}
+    unread = spared(tower, layer) if isinstance(tower, ViT) else []
+    legs = {"tower": Leg([tower], seen, unread, beside=chosen)}
     if connectors:
         legs["connector"] = Leg(connectors, soft, loose=loose)
     if queries is not None:
         legs["queries"] = Leg([queries], fused)
     return legs | {"decoder": Leg([decoder], work)}
-
-
-def _spared(tower: nn.Module, layer: int | None) -> list[nn.Module]:
-    """What a tower does not run when it is read at an earlier layer."""
-    if layer is None or not isinstance(tower, ViT):
-        return []
-    norm = [tower.norm_last] if tower.config.norm_last == "tokens" else []
-    return [*tower.blocks[depth_of(layer, tower.config.layers) :], *norm]
 
 
 def flops(model: Any, work: Work) -> int:

@@ -20,6 +20,7 @@ from vitrail.connectors import Fused, make_connector
 from vitrail.connectors.reduce import AnyReduction, watched
 from vitrail.connectors.stitch import stitched
 from vitrail.connectors.voco import voco_groups, voco_plan
+from vitrail.encoders.hybrid import Hybrid, HybridConfig
 from vitrail.encoders.packed import PackedViT, PackedViTConfig
 from vitrail.encoders.towers import Towers, TowersConfig
 from vitrail.encoders.vit import ViT, ViTConfig
@@ -322,6 +323,8 @@ def _make_tower(config: TowerConfig) -> nn.Module:
             return PackedViT(config)
         case TowersConfig():
             return Towers(config)
+        case HybridConfig():
+            return Hybrid(config)
         case CodesTowerConfig():
             return CodesTower(config)
 

@@ -13,6 +13,7 @@ from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig
 from vitrail.connectors.grids import count
 from vitrail.connectors.reduce import AnyReduction, readable
 from vitrail.encoders.depth import depth_of
+from vitrail.encoders.hybrid import HybridConfig
 from vitrail.encoders.packed import PackedViTConfig
 from vitrail.encoders.towers import TowersConfig
 from vitrail.encoders.vit import ViTConfig
@@ -25,7 +26,7 @@ from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
 from vitrail.stream import POSITIONS, Part, Rules, picture, video
 from vitrail.stream import queries as slots
 
-TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig | CodesTowerConfig
+TowerConfig: TypeAlias = ViTConfig | PackedViTConfig | TowersConfig | HybridConfig | CodesTowerConfig
 Shape: TypeAlias = Cut | Grid
 
 STRIPS = ((1, 1), (1, 4), (4, 1), (1, 100), (100, 1))
@@ -124,7 +125,9 @@ class VLMConfig(Config):
         elif self.layer is not None or self.prefix:
             raise ConfigError(
                 f"layer and prefix choose among the tokens of one ViT, not of {type(self.tower).__name__}",
-                "give towers their own layers" if isinstance(self.tower, TowersConfig) else "leave them out",
+                "give towers their own layers"
+                if isinstance(self.tower, TowersConfig | HybridConfig)
+                else "leave them out",
             )
         if isinstance(self.tower, PackedViTConfig) != isinstance(self.policy, Native):
             raise ConfigError(
@@ -140,6 +143,15 @@ class VLMConfig(Config):
                 f"the policy's {wrong[0]} is {self._policy(wrong[0])}, the tower's {self._tower(wrong[0])}",
                 f"set policy.{wrong[0]} = {self._tower(wrong[0])}",
             )
+        if isinstance(self.tower, HybridConfig):
+            view, image, side = self.policy.cut(1, 1).views[0], self.tower.image, self.tower.side
+            if view.canvas != (image, image) or (view.grid.h, view.grid.w) != (side, side):
+                low = self.tower.low.vit.image
+                raise ConfigError(
+                    f"the tower reads pictures of {image} pixels and gives {side} × {side} features; the policy makes "
+                    f"views of {view.canvas} with {view.grid.h} × {view.grid.w}",
+                    f'use policy = {{ policy = "framed", size = {low}, patch = {self.tower.patch}, fine = {image} }}',
+                )
         if isinstance(self.tower, PackedViTConfig):
             if self.place:
                 raise ConfigError("a packed tower reads pictures of any grid, and places are of one", "leave place out")
@@ -238,7 +250,8 @@ class VLMConfig(Config):
     @property
     def width(self) -> int:
         """Of the features that the tower gives."""
-        return self.tower.width if isinstance(self.tower, TowersConfig | CodesTowerConfig) else self.tower.block.width
+        tower = self.tower
+        return tower.block.width if isinstance(tower, ViTConfig | PackedViTConfig) else tower.width
 
     @property
     def films(self) -> Footage | None:

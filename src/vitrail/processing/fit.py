@@ -3,6 +3,9 @@
 B pictures, C channels, H, W pixels
 """
 
+from functools import lru_cache
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,3 +46,37 @@ def squashes(policy: Policy, height: int, width: int) -> bool:
     """Whether all of a picture, and nothing else, fills the view."""
     view = only_view(policy, height, width)
     return view.source == (0, 0, height, width) and view.resized == view.canvas and view.offset == (0, 0)
+
+
+# ---- Pillow's arithmetic ----------------------------------------------------------------------------------------
+
+WHOLE = 2**22  # weights are whole numbers of this part
+
+
+def resized(squares: Tensor, side: int, resample: str) -> Tensor:
+    """Squares (…, S, S) of levels 0 … 255 → (…, side, side), in float64: those of `Image.resize`, bit for bit. Weights
+    are rounded, rows come before columns, which of other shapes they need not, and levels are rounded after each."""
+    weights = _weights(squares.shape[-1], side, resample, squares.device)  # (side, S)
+    for axis in (-1, -2):
+        sums = squares.double().movedim(axis, -1) @ weights.T
+        squares = ((sums + WHOLE // 2) / WHOLE).floor().clamp(0, 255).movedim(-1, axis)
+    return squares
+
+
+@lru_cache(maxsize=16)
+def _weights(before: int, after: int, resample: str, device: torch.device) -> Tensor:
+    """(after, before): what each place of a line counts for each of the new ones"""
+    scale = before / after
+    wide, places = max(scale, 1.0), torch.arange(before, dtype=torch.float64)
+    middle = (torch.arange(after, dtype=torch.float64)[:, None] + 0.5) * scale
+    reach = {"bilinear": 1, "bicubic": 2}[resample] * wide
+    seen = (places >= (middle - reach + 0.5).floor()) & (places < (middle + reach + 0.5).floor())
+    far = ((places - middle + 0.5) * (1 / wide)).abs()
+    if resample == "bilinear":
+        found = (1 - far).clamp(min=0)
+    else:
+        near = (1.5 * far - 2.5) * far**2 + 1
+        found = torch.where(far < 1, near, (((5 - far) * far - 8) * far + 4) / 2).where(far < 2, 0)
+    found = found.where(seen, 0)
+    found = found * (1 / found.sum(1, keepdim=True)) * WHOLE
+    return (found + 0.5 * found.sign()).trunc().to(device)

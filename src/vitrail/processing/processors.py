@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.processing.cut import Colour
 from vitrail.processing.preprocessing import Preprocessing, levels_of, resample_number, resample_of, side_of
-from vitrail.processing.resolution import AnyPolicy, AnyRes, Canvas, Crop, Letterbox, Naive, Native, Tiles
+from vitrail.processing.resolution import AnyPolicy, AnyRes, Canvas, Crop, Framed, Letterbox, Naive, Native, Tiles
 
 About = dict[str, Any]
 MOST = 1000
@@ -35,9 +35,7 @@ class Processor(NamedTuple):
     def read(self, config: Any, about: About) -> Any:
         """The config with what a file says. One that says nothing changes nothing."""
         about = self.write(config) | {key: value for key, value in about.items() if value is not None}
-        mean, std, rescale = levels_of(about)
-        if not math.isclose(rescale, 1 / 255, rel_tol=1e-6):
-            raise CheckpointError(f"pixels are multiplied with {rescale}", "only a rescale_factor of 1/255 is built")
+        mean, std = _levels(about)
         config = config.with_(mean=mean, std=std)
         return config.with_(policy=self.policy(config, about).with_(resample=resample_of(about)))
 
@@ -63,6 +61,13 @@ class Processor(NamedTuple):
             "image_std": list(config.std),
             **self.words(config),
         }
+
+
+def _levels(about: About) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    mean, std, rescale = levels_of(about)
+    if not math.isclose(rescale, 1 / 255, rel_tol=1e-6):
+        raise CheckpointError(f"pixels are multiplied with {rescale}", "only a rescale_factor of 1/255 is built")
+    return mean, std
 
 
 def _same(about: About, **wanted: Any) -> None:
@@ -102,22 +107,73 @@ def _one_view(config: Any, about: About) -> AnyPolicy:
     if about.get("do_pad"):
         if not str(about["image_processor_type"]).startswith("Llava"):
             raise CheckpointError(f"do_pad of a {about['image_processor_type']}", "only LLaVA's padding is built")
-        return Letterbox(fill=_fill(about["image_mean"]), **place)
+        return Letterbox(fill=fill_of(about["image_mean"]), **place)
     return Naive(**place)
 
 
 def _one_view_words(config: Any) -> About:
     policy = config.policy
     padded = isinstance(policy, Letterbox)
-    if padded and policy.fill != _fill(config.mean):
-        raise ConfigError(f"padding of {policy.fill}", f"transformers pads with the mean, {_fill(config.mean)}")
+    if padded and policy.fill != fill_of(config.mean):
+        raise ConfigError(f"padding of {policy.fill}", f"transformers pads with the mean, {fill_of(config.mean)}")
     plain = Preprocessing(Crop(size=policy.size, patch=1) if padded else policy).plain()
     return {key: plain[key] for key in ("size", "do_center_crop", "crop_size") if key in plain} | {"do_pad": padded}
 
 
-def _fill(mean: Sequence[float]) -> Colour:
+def fill_of(mean: Sequence[float]) -> Colour:
+    """The colour that normalises to about zero, as transformers rounds it."""
     red, green, blue = (int(255 * level) for level in mean)
     return red, green, blue
+
+
+def _framed(config: Any, about: About) -> AnyPolicy:
+    _tile(about, config.policy.size)
+    _same(about, do_pad=True)
+    return config.policy.with_(fill=fill_of(config.mean), least=about["min_size"])
+
+
+def _framed_words(config: Any) -> About:
+    policy, fill = config.policy, fill_of(config.mean)
+    if policy.fill != fill:
+        raise ConfigError(f"padding of {policy.fill}", f"transformers pads with the mean, {fill}")
+    return {"size": _square(policy.side), "min_size": policy.least, "do_pad": True}
+
+
+class TwoSizes(Processor):
+    """That of a tower which reads pictures at two resolutions, each with its mean and deviation. What a file calls
+    `high_res_…` is said of the policy; the rest of the smaller picture, which the tower makes of the larger."""
+
+    HIGH = {f"high_res_{key}": key for key in ("size", "resample", "image_mean", "image_std")}
+
+    def read(self, config: Any, about: About) -> Any:
+        about = self.write(config) | {key: value for key, value in about.items() if value is not None}
+        large, policy, tower = (
+            about | {key: about[name] for name, key in self.HIGH.items()},
+            config.policy,
+            config.tower,
+        )
+        (mean, std), (own, spread) = _levels(about), _levels(large)
+        _tile(about, policy.size)
+        _tile(large, policy.side)
+        _same(about, do_pad=True)
+        low = tower.low.with_(mean=mean, std=std)
+        if (resample := resample_of(about)) == "lanczos":
+            raise CheckpointError("a tower does not resample by lanczos", "known: bicubic and bilinear")
+        return config.with_(
+            tower=tower.with_(low=low, mean=own, std=spread, resample=resample),
+            policy=policy.with_(fill=fill_of(own), least=about["min_size"], resample=resample_of(large)),
+        )
+
+    def write(self, config: Any) -> About:
+        tower = config.tower
+        large = super().write(config.with_(mean=tower.mean, std=tower.std))
+        small = {
+            "size": _square(config.policy.size),
+            "resample": resample_number(tower.resample),
+            "image_mean": list(tower.low.mean),
+            "image_std": list(tower.low.std),
+        }
+        return large | {name: large[key] for name, key in self.HIGH.items()} | small
 
 
 # ── tiles ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,6 +257,8 @@ def _native_words(config: Any) -> About:
 LLAVA = Processor("LlavaImageProcessor", (Crop, Naive, Letterbox), _one_view, _one_view_words)
 BLIP = Processor("BlipImageProcessor", (Naive, Crop), _one_view, _one_view_words)
 IDEFICS = Processor("IdeficsImageProcessor", (Naive,), _one_view, _one_view_words)
+DEEPSEEK_VL = Processor("DeepseekVLImageProcessor", (Framed,), _framed, _framed_words)
+DEEPSEEK_VL_HYBRID = TwoSizes("DeepseekVLHybridImageProcessor", (Framed,), _framed, _framed_words)
 LLAVA_NEXT = Processor("LlavaNextImageProcessor", (AnyRes,), _anyres, _anyres_words)
 INTERNVL = Processor("GotOcr2ImageProcessor", (Tiles,), _tiles, _tiles_words)
 MLLAMA = Processor("MllamaImageProcessor", (Canvas,), _canvas, _canvas_words)

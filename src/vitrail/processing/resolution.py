@@ -26,8 +26,8 @@ from vitrail.processing.cut import (
 from vitrail.processing.grid import Grid
 from vitrail.processing.tiles import Tiles
 
-__all__ = ["HD9", "POLICIES", "PRESETS", "AnyRes", "Crop", "Cut", "Letterbox", "NaFlex", "Naive", "Native", "Policy"]
-__all__ += ["AnyPolicy", "Canvas", "Span", "Tiles", "View", "named"]
+__all__ = ["HD9", "POLICIES", "PRESETS", "AnyRes", "Crop", "Cut", "Framed", "Letterbox", "NaFlex", "Naive", "Native"]
+__all__ += ["AnyPolicy", "Canvas", "Policy", "Span", "Tiles", "View", "named"]
 
 
 def _single(height: int, width: int, view: View) -> Cut:
@@ -72,6 +72,44 @@ class Letterbox(Padded, tag="letterbox"):
         canvas = (self.size, self.size)
         grid = square(self.size, self.patch, self.unread)
         view = View(source=centred_square(height, width), resized=canvas, offset=(0, 0), canvas=canvas, grid=grid)
+        return _single(height, width, view)
+
+
+class Framed(Padded, tag="framed"):
+    """Resize until the long side fits, then pad to a square with the picture in the middle: DeepSeek-VL.
+
+    The edge stays sharp, where `letterbox` blends it with the padding. A thin picture keeps `least` pixels of its short
+    side. `fine` is the side of the view where a tower reads it larger than the `size` by which its patches are counted.
+    """
+
+    fill: Colour = (127, 127, 127)
+    size: int = 384
+    patch: int = 16
+    unread: int = 0
+    least: int = 14
+    fine: int | None = None
+
+    @property
+    def side(self) -> int:
+        """Of the view, in pixels."""
+        return self.fine or self.size
+
+    def __post_init__(self) -> None:
+        square(self.size, self.patch, self.unread)
+        if not 1 <= self.least <= self.side:
+            raise ConfigError(f"Framed.least {self.least} of {self.side} pixels", "give a side that fits the view")
+
+    def cut(self, height: int, width: int) -> Cut:
+        check_picture(height, width)
+        scale = self.side / max(height, width)
+        tall, wide = (max(round(side * scale), self.least) for side in (height, width))
+        view = View(
+            source=(0, 0, height, width),
+            resized=(tall, wide),
+            offset=((self.side - tall) // 2, (self.side - wide) // 2),
+            canvas=(self.side, self.side),
+            grid=square(self.size, self.patch, self.unread),
+        )
         return _single(height, width, view)
 
 
@@ -202,12 +240,13 @@ class NaFlex(Policy, tag="naflex"):
         return rows, columns
 
 
-AnyPolicy = Naive | Letterbox | Crop | AnyRes | Native | NaFlex | HD9 | Tiles | Canvas
+AnyPolicy = Naive | Letterbox | Framed | Crop | AnyRes | Native | NaFlex | HD9 | Tiles | Canvas
 """What the `policy` of a table can say."""
 
 POLICIES: dict[str, type[Policy]] = {
     "naive": Naive,
     "letterbox": Letterbox,
+    "framed": Framed,
     "crop": Crop,
     "anyres": AnyRes,
     "native": Native,
@@ -222,6 +261,7 @@ PRESETS: dict[str, Policy] = {
     "clip": Crop(size=224),
     "siglip-384": Naive(size=384, unread=6),
     "llava-1.5": Letterbox(),
+    "deepseek-vl": Framed(),
     "llava-next": AnyRes(),
     "llava-onevision": AnyRes(tile=384, unread=6, grids=GRIDS_ONEVISION, max_tiles=9),
     "qwen2-vl": Native(),

@@ -102,6 +102,21 @@ _VICUNA = """\
 {%- endif -%}
 """
 
+_DEEPSEEK_VL = """\
+{{- bos_token + (system or default_system) + '\n\n' -}}
+{%- for turn in turns -%}
+    {%- if turn.role == 'user' -%}
+        {{ 'User: ' + body(turn) | trim + '\n\n' }}
+    {%- else -%}
+        {{ 'Assistant:' }}
+        {%- generation -%}{{ ' ' + body(turn) | trim + eos_token }}{%- endgeneration -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ 'Assistant:' }}
+{%- endif -%}
+"""
+
 _MISTRAL = """\
 {{- bos_token -}}
 {%- for turn in turns -%}
@@ -210,6 +225,12 @@ _CURIOUS = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
+_SEEING = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+_SENTENCE = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
+_PLACED = {"image": "<image_placeholder>", "before": "", "after": ""}
 
 PRESETS = {
     #         template                   special tokens  variables, each of which a rendering may change
@@ -218,6 +239,7 @@ PRESETS = {
     "llama2": Preset(_BODY + _TURNS + _LLAMA2, (), _IMAGE | _ENDS),
     "llama3": Preset(_BODY + _LLAMA3, _HEADERS, _IMAGE | {"bos_token": "<|begin_of_text|>"}),
     "vicuna": Preset(_BODY + _TURNS + _VICUNA, (), _IMAGE | _ENDS | {"default_system": _CURIOUS}),
+    "deepseek-vl": Preset(_BODY + _TURNS + _DEEPSEEK_VL, (), _PLACED | _SENTENCE | {"default_system": _SEEING}),
     "mistral": Preset(_BODY + _TURNS + _MISTRAL, (), _IMAGE | _ENDS),
     "idefics": Preset(_BODY + _TURNS + _IDEFICS, (_FAKE["fake"],), _FAKE | _ENDS),
     "blip-2": Preset(_BODY + _TURNS + _BLIP2, (), {"image": "<image>", "bos_token": "</s>"}),

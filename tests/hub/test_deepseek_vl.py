@@ -1,0 +1,254 @@
+"""DeepSeek-VL, of one tower and of two, against transformers on random checkpoints of odd shapes: values, gradients,
+pixels, there and back."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    DeepseekVLConfig,
+    DeepseekVLForConditionalGeneration,
+    DeepseekVLHybridConfig,
+    DeepseekVLHybridForConditionalGeneration,
+    Qwen2Config,
+)
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hybrid import (
+    DeepseekVLHybridImageProcessorPil,
+)
+
+from helpers import randomize, relative
+from vitrail.encoders.hybrid import HybridConfig, shrunk
+from vitrail.encoders.towers import normalized
+from vitrail.errors import VitrailError
+from vitrail.hub import from_hf, load, save, to_hf
+from vitrail.hub.families import FAMILIES
+from vitrail.hub.llava import whole_spelt
+from vitrail.models.presets import VLMS
+from vitrail.models.vlm import VLM, prepare
+from vitrail.stream import build, pack, split, words
+
+VALUES, GRADIENTS = 1e-4, 1e-3  # max |Δ| / max |reference|
+IMAGE = 98
+TEXT = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 99, "intermediate_size": 47}
+TEXT |= {"num_key_value_heads": 1}
+LOW = {"hidden_size": 22, "intermediate_size": 37, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 15}
+LOW |= {"patch_size": 5, "vision_use_head": False, "hidden_act": "gelu"}
+HIGH = {"hidden_size": 18, "num_hidden_layers": 3, "num_attention_heads": 3, "mlp_dim": 25, "image_size": 42}
+HIGH |= {"patch_size": 6, "window_size": 3, "global_attn_indexes": [1, 2], "output_channels": 5}
+
+
+def deepseek(low=(), high=None, **more):
+    config = {"vision_config": LOW | dict(low), "text_config": TEXT, "image_token_id": IMAGE, **more}
+    if high is None:
+        model = DeepseekVLForConditionalGeneration(DeepseekVLConfig(**config))
+    else:
+        config["high_res_vision_config"] = HIGH | high
+        model = DeepseekVLHybridForConditionalGeneration(DeepseekVLHybridConfig(**config))
+    return randomize(model.eval(), spread=0.1)
+
+
+CASES = {
+    "one tower": lambda: deepseek(tie_word_embeddings=False),
+    "one tower, tied, with a pool and pixels left over": lambda: deepseek({"image_size": 17, "vision_use_head": True}),
+    "one tower, qwen2": lambda: deepseek(text_config=Qwen2Config(**TEXT).to_dict(), tie_word_embeddings=False),
+    "two towers": lambda: deepseek(high={}, tie_word_embeddings=False),
+    "two towers, tied, of other shapes": lambda: deepseek(
+        {"image_size": 28, "patch_size": 7},
+        {"image_size": 55, "patch_size": 5, "window_size": 4, "use_abs_pos": False, "global_attn_indexes": [0]},
+    ),
+    "two towers, without relative places": lambda: deepseek(
+        high={"use_rel_pos": False, "qkv_bias": False, "output_channels": 3}, tie_word_embeddings=False
+    ),
+}
+
+
+def pictures(*sizes):
+    chance = np.random.default_rng(0)
+    return [Image.fromarray(chance.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
+
+
+def loaded(case, folder):
+    reference = CASES[case]()
+    reference.save_pretrained(folder)
+    return reference, from_hf(folder).eval()
+
+
+def processor(config, **more):
+    """Theirs, of the sizes of ours, and with settings that no default has."""
+    policy = config.policy
+    sizes = {"size": {"height": policy.size, "width": policy.size}, "min_size": 7, "resample": 2, **more}
+    norms = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.3]}
+    if policy.fine is None:
+        return DeepseekVLImageProcessorPil(**sizes, **norms)
+    sizes["high_res_size"] = {"height": policy.side, "width": policy.side}
+    return DeepseekVLHybridImageProcessorPil(**sizes, **norms)
+
+
+def both_sizes(tower, shown):
+    """What the towers are shown, as transformers calls it."""
+    if not isinstance(tower, HybridConfig):
+        return {"pixel_values": shown.pixels}
+    low = shrunk(shown.pixels, tower.low.vit.image, tower.resample)
+    return {
+        "pixel_values": normalized(low, tower.low.mean, tower.low.std),
+        "high_res_pixel_values": normalized(shown.pixels, tower.mean, tower.std),
+    }
+
+
+def asked(ours, shown, *groups):
+    """Samples with so many pictures each, words around them."""
+    shapes, samples = list(shown.shapes), []
+    for n in groups:
+        parts = [words([4, 5])]
+        for _ in range(n):
+            parts += [ours.config.part(shapes.pop(0)), words([7, 8])]
+        samples.append(build([*parts, words([3])], ours.config.rules))
+    return samples
+
+
+def theirs(reference, samples, pixels):
+    """Every sample by itself, as transformers takes it."""
+    found, first = [], 0
+    for sample in samples:
+        n = sum(source.feed == "image" for source in sample.sources)
+        ids = torch.where(sample.kinds == 1, IMAGE, sample.ids)[None]
+        mine = {key: value[first : first + n] for key, value in pixels.items()} if n else {}
+        found.append(reference(input_ids=ids, **mine).logits[0])
+        first += n
+    return found
+
+
+def gradients(outputs, weights, model):
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    total = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees(case, tmp_path):
+    """No picture, one, and several of unequal sizes; packed in one row here, each by itself there; gradients too. The
+    pixels are those of transformers' processor."""
+    reference, _ = loaded(case, tmp_path)
+    made = processor(FAMILIES[reference.config.model_type].read(json.loads((tmp_path / "config.json").read_text())))
+    made.save_pretrained(tmp_path)
+    ours = from_hf(tmp_path).eval()
+    images = pictures((40, 90), (33, 31), (64, 20))
+    shown, pixels = ours.prepare(images), made(images, return_tensors="pt")
+    for name, mine in both_sizes(ours.config.tower, shown).items():
+        torch.testing.assert_close(mine, pixels[name], rtol=0, atol=0)
+
+    samples = asked(ours, shown, 0, 1, 2)
+    batch = pack(samples, sum(map(len, samples)))
+    logits, expected = split(batch, ours(batch, shown)), theirs(reference, samples, pixels)
+    for a, b in zip(logits, expected, strict=True):
+        assert a.shape == b.shape and relative(a, b) <= VALUES
+
+    weights = [torch.randn_like(b) for b in expected]
+    mine, other = gradients(logits, weights, ours), gradients(expected, weights, reference)
+    for move in FAMILIES[reference.config.model_type].moves(ours.config):
+        for name, g in zip(move.ours, move.pull([other[x] for x in move.theirs]), strict=True):
+            # Below this a gradient is rounding alone: without rotation softmax drops a bias on k.
+            assert (mine.pop(name) - g).abs().max() <= GRADIENTS * g.abs().max().clamp_min(1e-2), name
+    assert not mine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_comes_back(case, tmp_path):
+    reference, ours = loaded(case, tmp_path / "hf")
+    to_hf(ours, tmp_path / "back")
+    about = json.loads((tmp_path / "back/config.json").read_text())
+    assert about["architectures"] == [type(reference).__name__]
+    back = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
+    a, b = reference.state_dict(), back.state_dict()
+    assert type(back) is type(reference)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert whole_spelt(FAMILIES[about["model_type"]].read(about)) == whole_spelt(ours.config)
+    save(ours, tmp_path / "own")
+    again = load(tmp_path / "own")
+    assert again.config == ours.config
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("resample", [2, 3])
+@pytest.mark.parametrize("size", [(1, 1), (3, 1000), (700, 701), (480, 640), (1500, 90)])
+def test_pixels_of_the_released_sizes(size, resample):
+    """384 and 1,024 pixels. Noise, so that a pixel out of place shows."""
+    [image] = pictures(size)
+    config = VLMS["deepseek-vl-7b"]
+    made = DeepseekVLHybridImageProcessorPil(resample=resample)
+    config = FAMILIES["deepseek_vl_hybrid"].pictures.read(config, json.loads(made.to_json_string()))
+    for name, mine in both_sizes(config.tower, prepare(config, [image])).items():
+        torch.testing.assert_close(mine, made(image, return_tensors="pt")[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "says"),
+    [
+        ("one tower", {"vision_config": {"model_type": "clip_vision_model"}}, "clip_vision_model"),
+        ("two towers", {"high_res_vision_config": {"model_type": "dinov2"}}, "dinov2"),
+        ("two towers", {"high_res_vision_config": HIGH | {"global_attn_indexes": []}}, "sees the whole picture"),
+        ("two towers", {"high_res_vision_config": HIGH | {"window_size": -3}}, "window_size"),
+        ("two towers", {"text_config": TEXT | {"model_type": "mamba"}}, "mamba"),
+    ],
+)
+def test_what_is_not_built_is_refused(case, change, says, tmp_path):
+    CASES[case]().save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(about | change))
+    with pytest.raises(VitrailError, match=says):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"do_pad": False}, "do_pad"),
+        ({"size": {"height": 20, "width": 20}}, "size"),
+        ({"high_res_size": {"height": 20, "width": 20}}, "size"),
+        ({"resample": 1}, "lanczos"),
+        ({"rescale_factor": 0.5}, "0.5"),
+    ],
+)
+def test_pictures_that_would_be_prepared_otherwise_are_refused(change, says, tmp_path):
+    _, ours = loaded("two towers", tmp_path)
+    about = json.loads(processor(ours.config).to_json_string()) | change
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
+    with pytest.raises(VitrailError, match=says):
+        from_hf(tmp_path)
+
+
+# ---- published sizes --------------------------------------------------------------------------------------------
+
+SIGLIP = {"hidden_size": 1024, "intermediate_size": 4096, "image_size": 384, "patch_size": 16, "hidden_act": "gelu"}
+SIGLIP |= {"vision_use_head": False, "num_attention_heads": 16, "num_hidden_layers": 24}
+WORDS = {"max_position_embeddings": 16_384, "vocab_size": 102_400}
+SMALL = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_hidden_layers": 24}
+LARGE = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32, "num_hidden_layers": 30}
+PUBLISHED = {
+    "deepseek-vl-1.3b": (
+        DeepseekVLConfig(vision_config=SIGLIP, text_config=SMALL | WORDS, tie_word_embeddings=False),
+        1963,
+    ),
+    "deepseek-vl-7b": (
+        DeepseekVLHybridConfig(vision_config=SIGLIP, text_config=LARGE | WORDS, tie_word_embeddings=False),
+        7331,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    about, millions = PUBLISHED[name]
+    row = FAMILIES[about.model_type]
+    config = row.read(json.loads(about.to_json_string(use_diff=False)))
+    assert row.fits(VLMS[name]) and whole_spelt(config) == whole_spelt(VLMS[name])
+    with torch.device("meta"):
+        reference, ours = AutoModelForImageTextToText.from_config(about), VLM(config)
+    count = sum(p.numel() for p in reference.parameters())
+    assert sum(p.numel() for p in ours.parameters()) == count
+    assert round(count / 1e6) == millions

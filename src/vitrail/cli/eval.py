@@ -63,7 +63,7 @@ def evaluate(
         app(["benchmark", suite, model, *words], result_action="return_value")
         return
     if suite not in known:
-        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, [*known, *BENCHMARKS]))
+        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, list(dict.fromkeys([*known, *BENCHMARKS]))))
     app([suite, model, *words], result_action="return_value")  # commands are known by their first word
 
 

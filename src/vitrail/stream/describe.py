@@ -121,7 +121,10 @@ class Description(Config):
             raise ConfigError(f"{path} cannot be read: {error.strerror}", "give a .toml or .json file") from None
         except ValueError as error:  # both parsers' errors, and text that is not UTF-8
             raise ConfigError(f"{path} cannot be parsed: {error}", "mend it there") from None
-        return cls.read(data)
+        try:
+            return cls.read(data)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.problem}", error.remedy or "mend it there") from None
 
     def streams(self) -> list[Stream]:
         return [

@@ -11,8 +11,10 @@ import vitrail
 from generate.test_answers import TEXTS, unified
 from vitrail import hub
 from vitrail.cli import main
+from vitrail.cli.studio import draw as draw_command
 from vitrail.data.words.checks import checks
 from vitrail.errors import ConfigError, ImageError
+from vitrail.generate.ahead import draw_ahead
 from vitrail.generate.answers import Reading
 from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
@@ -118,6 +120,29 @@ def test_a_drawing_is_what_the_model_draws(studio):
     how = Drawing(guidance=4.0, steps=3, sampling=Sampling(seed=9))
     wanted = draw(model, *asked, how, negative=against)
     assert torch.equal(studio.draw_ids([TEXTS[1]], negative="a cat", guidance=4.0, steps=3, seed=9), wanted)
+
+
+def test_another_model_may_draft(studio, folder, tmp_path, capsys):
+    """What comes of it is what `draw_ahead` gives; only models that draw code after code have drafts."""
+    small = Studio(unified(order=studio.model.config.order), studio.words)
+    if studio.model.config.order == "masked":
+        with pytest.raises(ConfigError, match="code after code"):
+            studio.draw("a dog", draft=small)
+        return
+    words = studio.words
+    ids = torch.tensor([[*words.encode(TEXTS[3]), words.eos]])
+    how = Drawing(guidance=2.0, sampling=Sampling(seed=4))
+    wanted = draw_ahead(studio.model, small.model, ids, torch.tensor([ids.shape[1]]), how).ids
+    assert torch.equal(studio.draw_ids([TEXTS[3]], draft=small, guidance=2.0, seed=4), wanted)
+    with pytest.raises(ConfigError, match="led away from nothing"):
+        studio.draw("a dog", draft=small, negative="a cat")
+    other = Studio(small.model, Tokenizer.train(TEXTS[:2], 280))
+    with pytest.raises(ConfigError, match="other tokens"):
+        studio.draw(TEXTS[3], draft=other)
+    draw_command(TEXTS[3], out=tmp_path / "dog.png", model=str(folder / "model"), draft=str(folder / "model"), seed=1)
+    assert Image.open(tmp_path / "dog.png").size == (12, 12)
+    with pytest.raises(ConfigError, match="whole picture"):
+        draw_command("a", out=tmp_path / "x.png", draft="mini", over="a.png", vary=0.5)
 
 
 def test_a_part_is_drawn_anew(studio, folder):

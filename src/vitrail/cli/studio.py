@@ -54,6 +54,7 @@ def draw(
     over: str | None = None,
     box: tuple[float, float, float, float] | None = None,
     vary: float | None = None,
+    draft: str | None = None,
     device: str | None = None,
 ) -> None:
     """Draw a picture.
@@ -91,6 +92,9 @@ def draw(
         x0 y0 x1 y1 in 0 … 1 of the picture.
     vary
         0 … 1 of the codes.
+    draft
+        A smaller unified model of the same words and codes, for one that draws code after code: it draws a few ahead,
+        and the large one looks at them in one pass. Pictures have the large one's chances all the same.
     device
         cpu, cuda, …; a GPU if there is one.
     """
@@ -98,6 +102,8 @@ def draw(
         raise ConfigError("--over goes with --box or with --vary", "give a picture, and one of the two")
     if count < 1:
         raise ConfigError(f"{count} pictures", "draw at least one")
+    if draft is not None and over is not None:
+        raise ConfigError("a draft is of a whole picture", "leave --draft or --over out")
     check(out)
     from vitrail.studio import Studio
 
@@ -106,7 +112,8 @@ def draw(
     with bar() as progress:
         how |= {"tries": tries, "negative": negative, "progress": progress}
         if over is None:
-            pictures = studio.draw([prompt] * count, seed=seed, **how)
+            small = None if draft is None else Studio.load(draft, device=device)
+            pictures = studio.draw([prompt] * count, seed=seed, draft=small, **how)
         elif vary is not None:
             pictures = studio.vary(over, prompt, share=vary, count=count, seed=seed, **how)
         else:

@@ -9,12 +9,14 @@ import vitrail
 from helpers import randomize
 from vitrail import hub
 from vitrail.cli import main
+from vitrail.cli.studio import caption
 from vitrail.errors import ConfigError, ImageError, TextError
 from vitrail.generate.sampling import GREEDY, Sampling
 from vitrail.hub.families import FAMILIES
 from vitrail.models.vlm import VLM
 from vitrail.processing.chat import ChatTemplate
 from vitrail.processing.text import Tokenizer
+from vitrail.studio import DESCRIBE
 from vitrail.talker import Talker
 
 SAID = ["USER: what is this? ASSISTANT: a red cube", "and what is behind it? a blue ball", "how many balls are there?"]
@@ -283,6 +285,12 @@ def test_what_cannot_be_is_refused(talker, folder, a, tmp_path):
         vitrail.load(tmp_path / "words", device="cpu")
     with pytest.raises(ConfigError, match="not a VLM"):
         Talker.load(tmp_path / "words", device="cpu")
+
+
+def test_pictures_are_captioned_by_what_it_says_when_asked_to(talker, folder, a, b, capsys):
+    caption((str(a), str(b)), model=str(folder), device="cpu")
+    said = "".join(f"{path}  {talker.ask(path, DESCRIBE)}\n" for path in (a, b))
+    assert capsys.readouterr().out == said
 
 
 def test_from_the_command_line(talker, folder, a, b, tmp_path, capsys, monkeypatch):

@@ -54,6 +54,12 @@ def test_what_cannot_stand_together_is_refused():
         HybridConfig(low=low, high=HIGH, std=(1.0,))
 
 
+def test_half_precision_is_near_the_whole():
+    model, pixels = hybrid(), torch.rand(2, 3, 40, 40)
+    wanted = model(pixels)
+    assert relative(model.bfloat16()(pixels.bfloat16()).float(), wanted) <= 0.05
+
+
 def test_save_and_load(tmp_path):
     model, pixels = hybrid(), torch.rand(1, 3, 40, 40)
     save(model, tmp_path)

@@ -2,11 +2,13 @@
 pixels, there and back."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     DeepseekVLConfig,
@@ -172,6 +174,16 @@ def test_comes_back(case, tmp_path):
     again = load(tmp_path / "own")
     assert again.config == ours.config
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
+
+
+def test_names_as_the_released_files_have_them(tmp_path):
+    _, ours = loaded("two towers", tmp_path)
+    file = tmp_path / "model.safetensors"
+    older = {re.sub(r"^(model\.vision_model\.)", r"\1vision_model.", name): x for name, x in load_file(file).items()}
+    assert "model.vision_model.vision_model.post_layernorm.weight" in older
+    save_file(older, file)
+    again = from_hf(tmp_path).state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in ours.state_dict().items())
 
 
 @pytest.mark.parametrize("resample", [2, 3])

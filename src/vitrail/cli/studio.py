@@ -26,15 +26,16 @@ def caption(pictures: Pictures, /, *, model: str = "mini", device: str | None = 
     pictures
         Pictures' files.
     model
-        A unified model: a folder, or mini where the package came with its weights.
+        A unified model (mini, where the package came with its weights) or a vision-language model: a folder or hub id.
     device
         cpu, cuda, …; a GPU if there is one.
     """
-    from vitrail.studio import Studio
+    from vitrail.studio import DESCRIBE, load
 
-    studio = Studio.load(model, device=device)
+    loaded = load(model, device=device)
     for path in pictures:
-        print(f"{path}  {studio.caption(path)}" if len(pictures) > 1 else studio.caption(path))
+        said = loaded.ask(path, DESCRIBE)
+        print(f"{path}  {said}" if len(pictures) > 1 else said)
 
 
 def draw(

@@ -104,8 +104,8 @@ class Hybrid(nn.Module):
 
 def shrunk(pixels: Tensor, side: int, resample: str) -> Tensor:
     """Pixels (B, C, S, S) between 0 and 1 as pictures of another side, resized in bytes as Pillow does it: the coarse
-    tower sees what it would of a picture that had been prepared for it alone."""
-    return (resized((pixels.float() * 255).round(), side, resample) * (1 / 255)).float()
+    tower sees what it would of a picture that had been prepared for it alone. No gradient passes what is rounded."""
+    return (resized((pixels.detach().float() * 255).round(), side, resample) * (1 / 255)).float()
 
 
 @cost.flops.register

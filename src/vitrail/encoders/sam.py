@@ -19,7 +19,7 @@ from vitrail.nn.block import Residual
 from vitrail.nn.norms import make_norm
 
 EPS = 1e-6  # of the neck's norms
-LANES = 8  # channels of q and k are filled up to a multiple of this, which fused kernels ask for in half precision
+LANES = 8  # channels are filled up to a multiple of this, which fused kernels ask for in half precision
 
 
 class SAMConfig(Config, tag="sam", tag_field="kind"):
@@ -87,7 +87,9 @@ class MapAttention(Attention):
         q, k, v = self._project(x.flatten(1, 2), None, shared)  # (B, N, H, D)
         if self.rows is not None and self.columns is not None:
             q, k = self._placed(q, k, apart(self.rows, h), apart(self.columns, w))
-        return self.out(attend(q, k, v, Plan()).flatten(2)).unflatten(1, (h, w))
+            v = F.pad(v, (0, q.shape[-1] - self.head_dim))  # fused kernels want one width of all three
+        seen = attend(q, k, v, Plan())[..., : self.head_dim]
+        return self.out(seen.flatten(2)).unflatten(1, (h, w))
 
     def _placed(self, q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """q, k (B, N, H, D), rows (h, h, D), columns (w, w, D) → (B, N, H, D + h + w, filled up)"""
@@ -214,7 +216,7 @@ def _(module: MapAttention, work: MapWork) -> int:
     heads, D = module.config.heads, module.head_dim
     places = 0 if module.rows is None else work.height + work.width
     wide = filled(D + places) if places else D
-    found = 2 * heads * (D * places * work.tokens + (wide + D) * work.pairs)
+    found = 2 * heads * (D * places * work.tokens + 2 * wide * work.pairs)
     return cost.flops(module.qkv, work) + cost.flops(module.out, work) + found
 
 

@@ -45,3 +45,12 @@ def test_rows_of_a_table_have_no_digits(config):
     """Though its ids have bits, by which they can be split."""
     quantizer = make_quantizer(config)
     assert quantizer.radices and [name for name, _ in CodeRows(quantizer, 12).named_parameters()] == ["own.weight"]
+
+
+@pytest.mark.parametrize("config", LATTICES + TABLES)
+def test_a_row_has_length_one_at_first(config):
+    torch.manual_seed(0)
+    quantizer = make_quantizer(config)
+    (K,) = quantizer.sizes
+    lengths = CodeRows(quantizer, 256)(torch.arange(K)).norm(dim=-1)
+    assert lengths.mean().item() == pytest.approx(1, abs=0.1)

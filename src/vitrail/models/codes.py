@@ -26,8 +26,10 @@ class CodeRows(nn.Module):
         self.own = nn.Embedding(codes, width)
         self.digits = nn.Embedding(sum(self.radices), width) if self.radices else None  # those of each behind another
         self.first = tuple(itertools.accumulate(self.radices, initial=0))[:-1]  # the row of each that is its zero
+        # A code's row, all that is summed, has length one at first: as logits, rows of 0.02 are too flat to learn by.
+        std = (width * (1 + len(self.radices))) ** -0.5
         for table in self.children():
-            nn.init.normal_(table.get_parameter("weight"), std=0.02)
+            nn.init.normal_(table.get_parameter("weight"), std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.own(ids)

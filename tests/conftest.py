@@ -8,8 +8,11 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing of what is tested
+settings.load_profile("untimed")
 
 LIMIT = 5.0  # seconds of an unmarked test, imports of the oracles aside
 

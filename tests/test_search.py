@@ -96,7 +96,7 @@ def test_only_what_changed_is_looked_at(tmp_path):
     assert [update(tmp_path, Counting()).gone for _ in range(2)] == [1, 0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["paint", "break", "delete", "update"]), st.sampled_from("abcd"), st.integers(0, 5)),

@@ -298,7 +298,7 @@ def test_pictures_in_pieces_through_a_cache(kind):
 # ---- who sees which picture -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 3))
 def test_plans_are_those_of_the_processors(rows, each):
     here = torch.tensor(rows)
@@ -352,7 +352,7 @@ def _turned(x, rotation):
 
 
 @pytest.mark.parametrize("kind", ["expert", "some"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_an_expert_is_its_plain_twin(kind, data):
     L = data.draw(st.integers(1, 9))

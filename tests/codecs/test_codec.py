@@ -110,7 +110,7 @@ def test_training_moves_every_weight(make):
 
 @pytest.mark.parametrize("make", [conv, vit])
 @given(h=st.integers(1, 7), w=st.integers(1, 7), over=st.tuples(st.integers(0, 3), st.integers(0, 3)))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_size_that_the_factor_divides(make, h, w, over):
     codec = _small(make)
     H, W = 4 * h + over[0], 4 * w + over[1]

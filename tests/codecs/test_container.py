@@ -62,7 +62,7 @@ def everything(path) -> list[tuple]:
     names=st.lists(st.text(min_size=1).filter(lambda s: s.isprintable()), min_size=6, max_size=6, unique=True),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_ids_come_back_bit_for_bit(tmp_path_factory, sizes, grids, names, seed):
     path = tmp_path_factory.mktemp("round") / "a.vtok"
     head = header(tuple(sizes), len(sizes) > 1)
@@ -137,7 +137,7 @@ def test_a_changed_byte_is_refused_wherever_it_is(tmp_path, grouped):
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_alteration_is_refused(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz")
     head = header((50,))

@@ -14,7 +14,7 @@ ids_of_some_width = st.integers(1, 63).flatmap(
 
 
 @given(ids_of_some_width)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_width_and_count_come_back(given):
     bits, ids = given
     data = pack(torch.tensor(ids, dtype=torch.int64), bits)

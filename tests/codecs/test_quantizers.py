@@ -184,7 +184,7 @@ def test_every_quantizer_is_made_by_its_own_config():
 
 
 @given(st.integers(1, 63), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_binary_ids_are_exact_at_every_width(bits, data):
     """Against Python's integers. Summed in float32, 82 of 100 random 28-bit ids are wrong."""
     wanted = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=1, max_size=5))
@@ -214,7 +214,7 @@ def test_ids_of_28_bits_need_more_than_float32():
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=10), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_fsq_ids_are_mixed_radix_numbers(levels, data):
     q = FSQ(levels=tuple(levels))
     size = math.prod(levels)

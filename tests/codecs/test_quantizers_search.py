@@ -14,7 +14,7 @@ from vitrail.codecs.quantizers import search
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 9), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_plain_torch_with_every_size_and_ties(N, K, D, product, seed):
     """Coordinates of few values make many exact ties: of those the first code counts."""
     generator = torch.Generator().manual_seed(seed)

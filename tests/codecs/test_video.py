@@ -60,7 +60,7 @@ def test_any_number_of_frames_and_any_size(shape):
     assert ours.reconstruct(torch.zeros(1, T, 3, H, W)).abs().max() <= 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_cut_and_mend(B, T, h, w, P):
     video = torch.arange(B * T * 3 * h * w * P * P).view(B, T, 3, h * P, w * P).float()

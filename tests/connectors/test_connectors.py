@@ -186,7 +186,7 @@ def test_published_counts():
 sides = st.integers(1, 4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sides, sides, sides, st.integers(1, 3))
 def test_blocks_and_back(t, rows, columns, m):
     grid = Grid(t=t, h=rows * m, w=columns * m)
@@ -202,7 +202,7 @@ def test_blocks_and_back(t, rows, columns, m):
     assert (column - column[:, :1] == torch.arange(m).repeat(m)).all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(sides, sides, sides, st.integers(1, 3), st.integers(1, 3))
 def test_means_are_those_of_torch(t, rows, columns, k, s):
     grid = Grid(t=t * k, h=rows * s, w=columns * s)

@@ -19,7 +19,7 @@ def draw(B: int, N: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(B, N, 4, generator=generator), torch.rand(B, N, generator=generator)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(sizes, st.sampled_from([0.0, 0.3, 0.5, 1.0]))
 def test_vispruner_keeps_places_in_order(size, important):
     B, N, keep, seed = size
@@ -68,7 +68,7 @@ def test_vispruner_leaves_out_what_repeats():
             assert {3, 4, 5} < set(index[0].tolist())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(sizes, st.integers(0, 12))
 def test_visionzip_keeps_the_best_and_merges_the_rest(size, contextual):
     B, N, keep, seed = size

@@ -32,7 +32,7 @@ def test_the_mask():
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["t", "tt", "pv", "ppvv", "pppv"]), min_size=1, max_size=6), st.data())
 def test_the_rule(parts, data):
     """Of any row of pictures and text, in samples or in turns behind what all see."""

@@ -10,7 +10,7 @@ from vitrail.errors import ConfigError
 
 
 @given(st.integers(1, 400), st.integers(0, 2**62))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_permutation_is_one(size, key):
     assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
 
@@ -28,7 +28,7 @@ sources = st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 90),
 
 
 @given(sources, st.integers(0, 1000), st.integers(0, 3000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_is_lost_and_nothing_depends_on_the_way(table, seed, start):
     sizes = {name: size for name, (size, _) in table.items()}
     mixture = Mixture(weights={name: weight for name, (_, weight) in table.items()})
@@ -46,7 +46,7 @@ def test_nothing_is_lost_and_nothing_depends_on_the_way(table, seed, start):
 
 
 @given(sources, st.integers(0, 100))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_shares_never_drift(table, seed):
     mixture = Mixture(weights={name: weight for name, (_, weight) in table.items()})
     order = Order(mixture, {name: size for name, (size, _) in table.items()}, seed)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
@@ -90,7 +90,6 @@ def test_nothing_to_see():
     assert thumbnail(np.zeros((5, 9, 4), np.uint8)).shape == (32, 32)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2**64 - 1), max_size=30),
     st.lists(st.integers(0, 2**64 - 1), max_size=30),

@@ -111,7 +111,7 @@ def test_every_frame_is_found_alone_and_together(codec, container):
     assert np.abs(whole.frames[:, 32, 60].astype(int) - (200, 60, 30)).max() < 12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example([1.0399976524001169])
 @given(st.lists(st.floats(0, 2), min_size=1, max_size=12))
 def test_the_frame_at_a_time_is_the_last_one_shown_by_then(film, times):

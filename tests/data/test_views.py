@@ -41,7 +41,7 @@ def test_a_stretch_without_an_area_reaches_over_the_edge():
     assert (views(x, ViewsConfig(stretch=1.5)) - views(x)).abs().mean((1, 2, 3)).median() > 0.05
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 4),
     st.sampled_from([3, 4]),
@@ -108,7 +108,7 @@ def test_what_is_transparent_shows_white_or_another_ground_and_hides_its_colours
     assert 0.15 < some < 0.45
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(-2, 2), st.floats(0, 1))
 def test_gamma_bends_colours_and_keeps_their_order(least, span):
     ramp = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(7, 3, 16, 16)

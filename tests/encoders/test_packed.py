@@ -50,7 +50,7 @@ def test_configs_are_plain_data(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_packed_is_alone(kind, data):
     """Every frame of every item gives packed what it gives by itself: nothing is seen across."""
     model = TOWERS[kind]
@@ -66,7 +66,7 @@ def test_packed_is_alone(kind, data):
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_windows_are_squares_of_tokens(data):
     """By brute force: two patches of one frame share a window if their tokens lie in the same square."""
     merge, window = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))

@@ -138,7 +138,7 @@ def test_sheets_share_heads(format):
     assert sheet[FILED].value - sheet[CODED].value < (alone[FILED].value - alone[CODED].value) / 4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 7), st.integers(1, 40), st.integers(1, 40))
 def test_a_sheet_is_cut_as_it_was_laid(B, H, W):
     pictures = torch.randint(0, 256, (B, 3, H, W), dtype=torch.uint8)
@@ -370,7 +370,7 @@ def test_nothing_is_measured_in_training_or_without_pictures():
         list(Shown(smooth(1)).batches(0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 50)), min_size=2, max_size=12), st.integers(0, 100))
 def test_a_ratio_is_of_sums(pairs, once):
     above, below = zip(*pairs, strict=True)

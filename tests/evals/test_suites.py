@@ -68,7 +68,7 @@ def test_scores_by_prompt_count_and_name_what_they_are():
 # ---- retrieval --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 15), st.integers(1, 5), st.integers(1, 9), st.integers(0, 999))
 def test_ranks_are_those_of_a_sorted_list(Q, G, kinds, tile, seed):
     draw = chance(seed)

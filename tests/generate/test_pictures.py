@@ -83,7 +83,7 @@ def test_draws_have_the_model_s_distribution(order, groups):
 
 
 @pytest.mark.parametrize("order", WAYS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), share=st.floats(0, 1), steps=st.integers(1, 12))
 def test_what_is_given_stays(order, seed, share, steps):
     model = made(order)

@@ -43,7 +43,7 @@ def transformers_shape(logits, s: Sampling, ids):
     return logits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(choice=SETTINGS, rows=st.integers(1, 4), vocab=st.integers(1, 50), seed=st.integers(0, 1000))
 def test_filters_agree_with_transformers(choice, rows, vocab, seed):
     sampling, logits = Sampling(**choice), logits_of(rows, vocab, seed)
@@ -65,7 +65,7 @@ def test_transformers_applies_them_in_our_order():
     assert [name.removesuffix("LogitsProcessor").removesuffix("LogitsWarper") for name in names] == ours
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(choice=SETTINGS, rows=st.integers(2, 5), seed=st.integers(0, 1000))
 def test_a_row_does_not_depend_on_its_neighbours(choice, rows, seed):
     sampling, logits = Sampling(**choice | {"repetition": 1.0}), logits_of(rows, 40, seed)

@@ -154,7 +154,7 @@ def test_repetition_penalty_is_that_of_transformers(tmp_path):
 PROMPTS = st.lists(st.lists(st.integers(0, MODEL.config.vocab - 1), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prompts=PROMPTS, seed=st.integers(0, 99), temperature=st.sampled_from([0.0, 0.7]), guidance=st.sampled_from([1, 3])
 )
@@ -252,7 +252,7 @@ def ids_as_bytes(text: str) -> list[int]:
 ROOMY = tiny(context=400)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(prompt=TEXTS.filter(bool), text=TEXTS, stops=STOPS, way=st.sampled_from(["whole", "bytes", "pieces"]))
 def test_stop_strings_are_exact_and_never_shown(prompt, text, stops, way):
     words = PIECES if way == "pieces" else WORDS

@@ -398,7 +398,7 @@ def read(tmp_path, metadata) -> Tokenizer:
 def test_byte_level_vocabulary(tmp_path):
     words = read(tmp_path, byte_bpe())
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.text("the red2024cube, \n\t'où😀漢", max_size=30))
     def same(text):
         assert words.encode(text) == WORDS.encode(text)
@@ -481,7 +481,7 @@ def test_damage_anywhere_is_an_error_with_words(tmp_path):
     path = tmp_path / "model.gguf"
     head = whole.index(b"blk.1.")  # the header is what steers; the rest is numbers
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(st.tuples(st.integers(4, head), st.integers(0, 255)), max_size=3), st.none() | st.integers(4, head))
     def survives(changes, end):
         data = bytearray(whole)

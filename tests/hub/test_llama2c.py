@@ -217,7 +217,7 @@ def encode_as_llama2c(text: str, pieces: list[str], scores: list[float]) -> list
 VOCABULARIES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=40).map(made_of)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(vocabulary=VOCABULARIES, texts=st.lists(st.text(" abcé漢\n<>▁", max_size=40), max_size=8))
 def test_ids_are_those_of_the_program(vocabulary, texts, tmp_path_factory):
     path = tmp_path_factory.mktemp("words") / "tokenizer.bin"

@@ -183,7 +183,7 @@ POLICIES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.builds(Preprocessing, POLICIES, LEVELS, LEVELS, st.floats(1e-3, 1.0)))
 def test_what_is_written_is_what_is_read(tmp_path_factory, preprocessing):
     folder = tmp_path_factory.mktemp("said")

@@ -286,7 +286,7 @@ EDGES = st.sampled_from(["height", "width", "shortest_edge", "longest_edge"])
 ANYTHING = st.one_of(VALUES, st.lists(VALUES, max_size=3), st.dictionaries(EDGES, VALUES, max_size=2))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(sorted(FAMILY)), st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=4))
 def test_whatever_a_stranger_says(tmp_path_factory, name, said):
     """It is followed, or refused in words."""
@@ -326,7 +326,7 @@ def test_what_no_processor_does_is_not_written(tmp_path):
     assert not FAMILIES["llava_next"].fits(tiled.with_(policy=tiled.policy.with_(fill=(9, 9, 9))))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(36, 9999), st.integers(0, 9999), st.tuples(*[st.floats(0.01, 1.0)] * 3), st.integers(1, 9))
 def test_there_and_back(least, more, levels, tiles):
     native, cut = made("qwen2_vl").config, made("internvl").config

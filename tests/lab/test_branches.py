@@ -25,7 +25,7 @@ def decoder():
     return randomize(Decoder(config), spread=0.5)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(0, 2), max_size=60), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3)
 )

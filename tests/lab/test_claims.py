@@ -54,7 +54,7 @@ def test_the_rule(first, range, verdict):
     assert judge(Claim.read({**ROW, **range}), values(first, [0.0] * len(first))).verdict == verdict
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(numbers, numbers), min_size=3, max_size=6), numbers)
 def test_the_interval_is_that_of_a_sweep_and_opposite_claims_never_both_hold(pairs, end):
     first, second = zip(*pairs, strict=True)

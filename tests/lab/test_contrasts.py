@@ -38,7 +38,7 @@ def runs(way: str, kind: str, c: float, alpha: float, noise: float = 0.0, seed: 
     return found
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(-0.2, 0.1), st.floats(-0.2, 0.1), st.integers(0, 9))
 def test_a_ratio_has_the_difference_of_exponents(a, b, seed):
     points = runs("told", "reading", 0.1, a, 0.1, seed) + runs("told", "existence", 0.2, b, 0.1, seed + 1)

@@ -24,7 +24,7 @@ def test_tasks_that_grow_alike_are_together():
     assert sorted(map(sorted, found)) == sorted(sorted(f"{name}-{i}" for i in range(4)) for name in shapes)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 18), st.integers(0, 3))
 def test_every_task_is_in_one_cluster(count, seed):
     columns = read_scores("paper")

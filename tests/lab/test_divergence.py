@@ -35,7 +35,7 @@ def off(table: Tensor) -> Tensor:
     return table[~torch.eye(len(table), dtype=torch.bool)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes)
 def test_streamed_means_are_those_of_the_dense_tables(shape):
     a, b = made(shape)
@@ -55,7 +55,7 @@ def test_streamed_means_are_those_of_the_dense_tables(shape):
     assert found.norm == pytest.approx(max(x.norm(dim=-1).mean(0).max().item() for x in (a, b)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes)
 def test_equal_norms_make_the_square_exact(shape):
     found = measure(*made(shape, norms=False))
@@ -65,7 +65,7 @@ def test_equal_norms_make_the_square_exact(shape):
         assert found.tightness == pytest.approx(1)  # nothing varies between pairs
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(shapes, st.integers(1, 6))
 def test_batches_do_not_matter(shape, batch):
     a, b = made(shape)
@@ -75,7 +75,7 @@ def test_batches_do_not_matter(shape, batch):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), nan_ok=True)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shapes, st.integers(1, 10))
 def test_extremes_are_those_of_the_dense_tables_whatever_the_tile(shape, tile):
     a, b = made(shape)
@@ -93,7 +93,7 @@ def test_extremes_are_those_of_the_dense_tables_whatever_the_tile(shape, tile):
         assert found.across_low[n - 1] == pytest.approx(off(ab[:n, :n]).min().item())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shapes)
 def test_infima_between_and_suprema_within_make_a_bound(shape):
     a, b = made(shape, norms=False)

@@ -47,7 +47,7 @@ def test_all_patches_are_the_model_itself(rotary, way, pixels, ids):
     assert laid.ends == (1 + N, 1 + N + L)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.sampled_from(["VisPruner", "random"]), st.integers(1, N - 1), st.booleans())
 @torch.no_grad()
 def test_what_is_left_out_is_as_if_unseen(way, keep, flat):

@@ -41,7 +41,7 @@ TEXT = next(iter(TEXTS.values())).with_(layers=1, vocab=50, eos=49, context=7, b
 # ---- ranks ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(8, 12), st.floats(0.01, 100.0), st.integers(0, 99))
 def test_directions_used_equally_are_the_rank(k, D, scale, seed):
     turn, _ = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
@@ -49,7 +49,7 @@ def test_directions_used_equally_are_the_rank(k, D, scale, seed):
     assert effective_rank(torch.cat([turn[:k], turn[:k]])) == pytest.approx(k)  # a row again is no new direction
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any))
 def test_effective_rank_is_the_entropy_of_singular_values(values):
     shares = [v / sum(values) for v in values if v > 0]

@@ -201,7 +201,7 @@ def test_flops_of_those_that_look(kind):
     assert cost.bytes(model, work).cache == kept + 3 * text
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16)), min_size=1, max_size=4), more=st.integers(1, 5)
 )

@@ -77,7 +77,7 @@ laws = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(laws, st.floats(0.101, 0.8), st.one_of(st.none(), st.floats(0, 0.5)))
 def test_choices_keep_the_budget_and_none_is_better(law, seconds, loss):
     budget = Budget(seconds=seconds, loss=loss)

@@ -91,7 +91,7 @@ def test_studentised_residuals_are_those_of_a_line_without_the_point():
     assert law.studentised[4] == pytest.approx(miss / (left.spread * math.sqrt(1 + x @ np.array(left.inverse) @ x)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0.1, 1000), st.floats(-1, 1), st.integers(3, 12))
 def test_a_power_law_is_found(c, alpha, count):
     law = fit(N[:count], c * N[:count] ** -alpha)
@@ -99,7 +99,7 @@ def test_a_power_law_is_found(c, alpha, count):
     assert not law.outliers and law.spread < 1e-9
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.floats(20, 100), st.floats(0.1, 0.9), st.floats(0.1, 1.5))
 def test_a_saturating_law_is_found_and_chosen(limit, share, b):
     law = compare(N, limit * (1 - share * N**-b))[0]
@@ -107,7 +107,7 @@ def test_a_saturating_law_is_found_and_chosen(limit, share, b):
     assert law.parameters == pytest.approx({"limit": limit, "a": limit * share, "b": b}, rel=1e-3)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.floats(1, 50), st.floats(0.1, 0.8), st.floats(2, 200))
 def test_two_regimes_are_found_and_chosen(c, beta, balance):
     law = compare(N, c * (N * (N + balance) / (1 + balance)) ** (beta / 2))[0]

@@ -30,7 +30,7 @@ def perfect(box, filled, what, hue, grid, concepts, colours) -> Cells:
     return Cells(there * 20.0 - 10, wanted.box, logits(what, concepts), logits(hue, colours), grid)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(2, 9), st.integers(2, 9))
 def test_what_the_cells_are_taught_is_what_is_found(seed, objects, h, w):
     g = torch.Generator().manual_seed(seed)

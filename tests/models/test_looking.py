@@ -88,7 +88,7 @@ letters = st.text("ab×", min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(texts=st.lists(letters, min_size=1, max_size=4), room=st.integers(6, 14))
 def test_a_sample_is_the_same_in_any_company(kind, texts, room):
     looking, counts = model(kind), [text.count("×") for text in texts]
@@ -102,7 +102,7 @@ def test_a_sample_is_the_same_in_any_company(kind, texts, room):
         first += count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(letters, min_size=1, max_size=4), st.booleans(), st.lists(st.integers(1, 3), min_size=24, max_size=24))
 def test_plans_of_packed_samples_are_those_of_each(texts, joined, counts):
     """Pictures of unequal sizes: who sees what within a sample is what it would be alone, and nothing beside it."""

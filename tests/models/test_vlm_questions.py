@@ -97,7 +97,7 @@ def test_the_first_block_of_a_picture_holds_all_its_groups():
 # ---- rows of training --------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 3))
 def test_every_group_stands_before_its_turn(talks, m):
     """Whatever turns rows have: each place is taken once, words stay in order, and what no turn needs lies behind."""

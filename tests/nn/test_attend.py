@@ -62,7 +62,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_routes_agree(case):
     plan, shape = case
     inputs = tensors(*shape)
@@ -233,7 +233,7 @@ def make_cache(layers, batch, config, capacity):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_cache_equals_no_cache(steps, fixed):
     config = BLOCKS["decoder"]
     blocks = [randomize(Block(config), seed=i) for i in range(2)]
@@ -310,7 +310,7 @@ def test_a_full_cache_says_so():
         cache.extend(2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=70), min_size=1, max_size=3), st.booleans())
 def test_a_cache_forgets_what_is_not_kept(rows, fixed):
     """Rows of unequal length: what is kept moves up, in order, and the next tokens see it and nothing else."""

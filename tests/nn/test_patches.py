@@ -14,7 +14,7 @@ small = st.integers(1, 4)
 
 
 @given(small, small, small, small, small, small, small, st.integers(0, 2))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_patches_round_trip(t, p, q, gt, gh, gw, channels, batch):
     video = torch.randn(batch, channels, gt * t, gh * p, gw * q)
     patches = patchify(video, (t, p, q))

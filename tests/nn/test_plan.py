@@ -37,7 +37,7 @@ def streams(draw):
 
 
 @given(streams(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_mask_is_the_rule(stream, common):
     segments, spans, causal, window = stream
     shape = (segments if segments is not None else spans).shape
@@ -87,7 +87,7 @@ def test_runs_are_found_only_where_there_are_runs():
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_windows_tile_every_frame(t, h, w, size):
     windows = grid_windows(t, h, w, size).view(t, h, w)
     for frame in range(t):

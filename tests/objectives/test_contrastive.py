@@ -90,7 +90,7 @@ def test_agrees_with_transformers(name):
 # ---- values and gradients -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     name=st.sampled_from(sorted(LOSSES)),
     N=st.integers(1, 20),

@@ -43,7 +43,7 @@ def test_the_plain_one_is_torchs(reduction):
     assert torch.allclose(both - cross_entropy(logits, targets, reduction=reduction), getattr(z, reduction)())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     N=st.integers(1, 30),
     V=st.integers(1, 40),

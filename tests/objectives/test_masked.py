@@ -13,7 +13,7 @@ from vitrail.objectives.masked import at, block_places, feature_loss, flags, mas
 KINDS = {"blocks": block_places, "random": random_places}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(list(KINDS)), st.integers(1, 9), st.integers(1, 9), st.floats(0.01, 0.99), st.integers(0, 999))
 def test_every_picture_has_exactly_as_many_masked_patches(kind, h, w, ratio, seed):
     torch.manual_seed(seed)

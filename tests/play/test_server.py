@@ -322,7 +322,7 @@ def accepted(text: str) -> bool:
     return (seed is None or number(seed)) and (start in ("real", "picture", "any") or number(start))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(rubbish)
 def test_only_messages_are_read(text):
     try:
@@ -346,7 +346,7 @@ def test_rubbish_does_no_harm():
         page.reset(seed=1)
         other.reset(seed=1)
 
-        @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=60, suppress_health_check=list(HealthCheck))
         @given(rubbish.filter(lambda text: not accepted(text)) | st.binary(max_size=60))
         def throw(said):
             (page.socket.send_bytes if isinstance(said, bytes) else page.socket.send_text)(said)

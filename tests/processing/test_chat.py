@@ -133,7 +133,6 @@ def test_presets_agree_with_transformers(name, tmp_path):
 said = st.text(max_size=30)
 
 
-@settings(deadline=None)
 @given(st.lists(said, min_size=2, max_size=5), st.sampled_from(["chatml", "qwen2-vl", "vicuna", "mistral"]))
 def test_spans_lie_on_what_the_assistant_said(contents, name):
     messages = [assistant(text) if n % 2 else user(text) for n, text in enumerate(contents)]
@@ -146,7 +145,6 @@ def test_spans_lie_on_what_the_assistant_said(contents, name):
     assert "".join(opening + c + closing for c in contents[1::2]).split() == learnt.split()
 
 
-@settings(deadline=None)
 @given(st.lists(said, min_size=1, max_size=6))
 def test_spans_without_generation_tags_start_where_the_prompt_ends(contents):
     messages = [assistant(text) if n % 2 else user(text) for n, text in enumerate(contents)]
@@ -227,7 +225,7 @@ def test_special_tokens_cut_in_two_parts_stay_text():
     assert chat.ids.count(WORDS.id("<|im_end|>")) == 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.lists(st.sampled_from(["<", "<|im_", "end|>", "<|im_end|>", "<s", ">", "\U0010f000", " a"])), max_size=4

@@ -25,7 +25,7 @@ POLICIES = st.sampled_from(
 
 
 @given(policy=POLICIES, height=st.integers(9, 70), width=st.integers(9, 70), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fitted_as_pil_does(policy, height, width, seed):
     # Of middle brightness: PIL cuts off what its filter makes too bright or too dark after each of two passes.
     pixels = np.random.default_rng(seed).integers(80, 176, (2, height, width, 3), dtype=np.uint8)

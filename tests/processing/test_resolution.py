@@ -332,7 +332,7 @@ def test_hd9_views_are_the_padded_square(height, width):
 
 
 @given(st.sampled_from(sorted(POLICIES)), st.integers(1, 600), st.integers(1, 600))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_apply_gives_what_cut_says(name, height, width):
     policy = named(name)
     if name == "native" and max(height, width) > 200 * min(height, width):
@@ -351,7 +351,7 @@ def test_apply_gives_what_cut_says(name, height, width):
 
 
 @given(st.sampled_from(sorted(POLICIES)), st.integers(20, 600), st.integers(20, 600))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_picture_says_where_padding_is(name, height, width):
     """A white picture on black padding: a canvas pixel well inside the picture is white, well outside black."""
     policy = named(name)

@@ -148,7 +148,7 @@ def test_saved_tokenizer_is_the_same_in_transformers(words, tmp_path):
                 assert words.decode(ids, skip_specials=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.text(), min_size=1))
 def test_a_trained_vocabulary_survives_the_disk(tmp_path_factory, texts):
     words = Tokenizer.train(texts, 270)
@@ -292,7 +292,7 @@ def test_special_tokens_of_strangers_stay_text(words):
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_only_the_spans_given_are_literal(words, data):
     """With nothing to hide the twin tokenizer gives what the plain one gives; with a span, the rest is as before."""
     parts = st.sampled_from([*words.specials, "the", " cube", " ", "\n", "red"])
@@ -372,7 +372,7 @@ def test_offsets_keep_spaces_where_a_file_trims_them(tmp_path):
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_streaming_any_ids_adds_up(words, data):
     ids = data.draw(st.lists(st.integers(0, words.size - 1), max_size=30))
     for skip in (False, True):

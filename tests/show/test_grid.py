@@ -126,7 +126,7 @@ def test_tiles_lie_side_by_side(policy, before):
         assert near(pixels[y, round(0.75 * tile)], (150, 40, 30)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["anyres", "hd9", "tiles", "canvas"]), st.integers(1, 3000), st.integers(1, 3000))
 def test_a_whole_and_its_tiles(name, height, width):
     cut = named(name).cut(height, width)

@@ -52,7 +52,7 @@ def streams_of(drawn, rules):
     return [build(parts, rules, name=f"s{i}") for i, parts in enumerate(drawn)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(samples, rules, st.integers(0, 40), st.booleans())
 def test_unpack_inverts_pack(drawn, rules, slack, trim):
     streams = streams_of(drawn, rules)
@@ -66,7 +66,7 @@ def test_unpack_inverts_pack(drawn, rules, slack, trim):
         assert len(numbers) == len(set(numbers))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(samples, rules)
 def test_targets_are_the_next_token_of_the_same_sample(drawn, rules):
     streams = streams_of(drawn, rules)
@@ -77,7 +77,7 @@ def test_targets_are_the_next_token_of_the_same_sample(drawn, rules):
     assert batch.silent == tuple(s.name for s in streams if not s.learnt)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(20, 30))
 def test_bins(lengths, budget):
     rows = bins(lengths, budget)

@@ -87,7 +87,7 @@ def interleaved(vision):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_pictures_agree_everywhere(oracles, family):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(interleaved(still), st.booleans())
     def run(parts, words_last):
         parts = [*parts, words([1, 1])] if words_last else parts
@@ -99,7 +99,7 @@ def test_pictures_agree_everywhere(oracles, family):
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl"])
 def test_videos_agree_under_the_rule_named_after_transformers(oracles, family):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(interleaved(st.one_of(still, clip)))
     def run(parts):
         parts = [*parts, words([1, 1])]
@@ -110,7 +110,7 @@ def test_videos_agree_under_the_rule_named_after_transformers(oracles, family):
 
 
 def test_timestamped_videos_agree(oracles):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.lists(st.tuples(clip, st.integers(1, 5)), min_size=1, max_size=3), text)
     def run(clips, first):
         parts = [first]

@@ -185,7 +185,7 @@ def empty(kind: str) -> VLM:
     return VLM(KINDS_OF[kind])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(turn, min_size=1, max_size=4), st.sampled_from(sorted(KINDS_OF)))
 def test_only_what_the_assistant_says_is_learnt(words, turns, kind):
     """The user spells words and shows pictures, the assistant says numbers: the targets are these, and their ends."""

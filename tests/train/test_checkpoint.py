@@ -104,7 +104,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, saved):
                 assert torch.equal(got, wanted), (name, ranks, rank)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 6), max_size=3), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_pieces_of_any_shape_come_back(tmp_path_factory, shape, saved, ranks, data):
     """Cut along one axis when written and along another when read."""

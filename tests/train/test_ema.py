@@ -71,7 +71,7 @@ def test_frozen_parts_are_left_alone():
     ema.update(net)  # what it averages was settled when it was made
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(before=st.integers(0, 6), after=st.integers(0, 6), bf16=st.booleans(), warmup=st.booleans())
 def test_resumes_bit_for_bit(before, after, bf16, warmup):
     net = model(torch.bfloat16 if bf16 else torch.float32)

@@ -452,7 +452,7 @@ def test_float32_gradients_accumulate_where_they_are():
 # ---- resuming ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     kind=st.sampled_from(["adamw", "lamb"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.train.pieces import cut, inside, shared, sizes, volume, whole
@@ -11,7 +11,6 @@ from vitrail.train.pieces import cut, inside, shared, sizes, volume, whole
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(shapes, st.data())
 def test_a_cut_is_a_chunk(shape, data):
     """One axis over one mesh, two axes, or one axis twice; there may be more parts than rows."""
@@ -29,7 +28,6 @@ def test_a_cut_is_a_chunk(shape, data):
     assert torch.equal(x[inside(box, whole(shape))], expected)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), max_size=3))
 def test_what_boxes_share(edges):
     a = tuple(range(min(x, y), max(x, y)) for x, y, _, _ in edges)

@@ -79,7 +79,7 @@ def episodes(draw) -> Episode:
     return Episode(frames, actions, rewards, draw(st.booleans()), draw(st.text(max_size=9)), kept)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(episode=episodes(), chunk=st.integers(1, 50), data=st.data())
 def test_a_window_of_what_is_stored_is_a_slice_of_what_was_given(episode, chunk, data):
     dials = Dials(names=("a", "b"), low=(0, 0), high=(1, 1))

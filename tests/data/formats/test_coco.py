@@ -115,7 +115,7 @@ _coordinate = st.floats(-20, 60, width=32)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools and numpy 2
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.tuples(_coordinate, _coordinate), min_size=3, max_size=8), min_size=1, max_size=3),
     st.integers(1, 40),

@@ -181,7 +181,7 @@ def test_gqa_has_its_pictures_apart(tmp_path):
         open_format("gqa", path, pictures=none)[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 4), st.randoms())
 def test_any_row_of_any_piece_has_its_own_picture(tmp_path_factory, sizes, group, chance):
     folder = tmp_path_factory.mktemp("pieces")

@@ -73,13 +73,13 @@ def test_a_letter_means_its_own_option_and_not_one_that_is_called_so():
     assert dict(settled.options)[settled.answer] == "A"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(list(KINDS)), st.builds(Pair, st.text(), st.text()))
 def test_nothing_raises(kind, pair):
     assert refuse(kind, pair) is None or isinstance(refuse(kind, pair), str)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.permutations(["a dog", "a cat", "an owl", "a fish"]), st.sampled_from("ABCD"), st.integers(0, 99))
 def test_options_are_laid_out_anew_and_the_right_one_stays_right(texts, letter, chance):
     pair = Pair(ASKED, f"{letter}.", tuple(zip("ABCD", texts, strict=True)))

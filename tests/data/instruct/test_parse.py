@@ -13,19 +13,19 @@ options = st.lists(words, min_size=4, max_size=4).map(lambda texts: tuple(zip("A
 pairs = st.lists(st.builds(Pair, words, words, st.one_of(st.just(()), options)), max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs)
 def test_what_is_spelt_is_read_back(pairs):
     assert parse(spell(pairs)) == pairs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs, st.sampled_from(["Sure! Here are two:", "A. dog is here.", "An answer: yes", ""]))
 def test_a_preface_and_blank_lines_change_nothing(pairs, preface):
     assert parse(f"{preface}\n\n" + spell(pairs).replace("\n", "\n\n")) == pairs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text() | st.lists(st.sampled_from(["Question:", "Answer:", "A. x", "(B) y", "\n", "z", "**"])).map("\n".join))
 def test_no_text_is_too_strange(text):
     for pair in parse(text):

@@ -57,7 +57,7 @@ def uncovered(boxes: list[list[int]], which: int) -> float:
     return free / ((x1 - x0) * (y1 - y0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs(), st.integers(0, 2**32))
 def test_every_scene_keeps_to_its_config(atlas, config, seed):
     scenes = layout(config, atlas.table, seed, INDEX)

@@ -38,7 +38,7 @@ def worn(atlas, config: SceneConfig, seed: int, count: int) -> tuple[Scenes, Loo
     return scenes, look
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(1, 60), st.integers(0, 1000), st.floats(0, 1), st.floats(0, 0.8), st.floats(0, 0.4))
 def test_both_ways_give_the_same_pixels_and_masks(atlas, size, seed, mirror, bend, shade):
     config = MIXED.with_(mirror=mirror, bend=bend, shade=max(shade, 0.01))
@@ -90,7 +90,7 @@ def test_a_bend_moves_the_middle_and_leaves_the_ends(atlas):
         assert found == pytest.approx(want, abs=0.012)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 10_000), st.floats(0.0, 0.8))
 def test_boxes_stay_tight_and_backgrounds_bare(atlas, seed, bend):
     """What is drawn of each thing reaches from end to end of where it reached before, within a pixel."""
@@ -117,7 +117,7 @@ def test_words_are_neither_mirrored_nor_bent_and_looks_differ(atlas):
     assert look.bend.abs().max() <= 205 and len(look.shade[0][scenes.filled].unique()) > 100
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.floats(0, 0.5), st.integers(0, K - 1), st.lists(st.integers(0, 255), min_size=3, max_size=3), st.integers(0, 255)
 )

@@ -29,7 +29,7 @@ def scene(atlas, objects, background: int = 0) -> Scenes:
     return Scenes(zero, torch.tensor([rows]), torch.tensor([colours]), torch.tensor([boxes]), none, zero + background)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sizes, st.integers(0, 1000))
 def test_both_ways_give_the_same_pixels_and_masks(atlas, size, seed):
     scenes = layout(MIXED, atlas.table, seed, torch.arange(5))
@@ -49,7 +49,7 @@ def test_a_batch_may_be_cut_and_ordered_anyhow(atlas, monkeypatch):
     assert torch.equal(render(scenes, atlas, 48, windows=False), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(8, 200), st.integers(8, 200), st.data())
 def test_the_box_is_tight_around_what_is_drawn(atlas, H, W, data):
     name = data.draw(st.sampled_from(["square", "bar", "tower", "cross", "step", "stripe"]))

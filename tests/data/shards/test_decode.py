@@ -120,7 +120,7 @@ def test_strips_are_refused_not_inflated(jpeg):
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 40), st.integers(0, 2**40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_size_and_any_crop(jpeg, height, width, size, number):
     pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
     data = jpeg(Image.fromarray(pixels))

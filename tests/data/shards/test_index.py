@@ -70,7 +70,7 @@ names = st.lists(
 
 
 @given(names, st.sampled_from(sorted(FORMS)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_tar_that_tarfile_writes(tmp_path_factory, samples, form):
     path = tmp_path_factory.mktemp("any") / "a.tar"
     with tarfile.open(path, "w", format=FORMS[form]) as file:

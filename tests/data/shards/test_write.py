@@ -38,7 +38,7 @@ members = st.dictionaries(
 
 
 @given(st.lists(st.tuples(keys, members), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 3000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_round_trip(tmp_path_factory, pairs, count, size):
     pairs = [next(group) for _, group in itertools.groupby(pairs, key=lambda pair: pair[0])]  # no twins in a row
     samples = [{"__key__": key, **held} for key, held in pairs]

@@ -192,7 +192,7 @@ def test_whatever_the_name_it_stays_inside(name):
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(make=st.sampled_from([tar, zipped, deb]), data=st.data())
 def test_broken_archives_unpack_or_are_refused(tmp_path_factory, make, data):
     place = tmp_path_factory.mktemp("broken")

@@ -38,7 +38,7 @@ def everything(words, batch, seed):
 
 
 @given(seed=st.integers(0, 2**31), cut=st.integers(1, 30))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 def test_any_way_of_cutting_a_batch_gives_the_same(seed, cut, words, scenes):
     batch = scenes(seed, many=40)
     whole = everything(words, batch, seed)

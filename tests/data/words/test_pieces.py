@@ -15,7 +15,7 @@ TEXT = st.lists(WORD, min_size=1, max_size=3).map(" ".join)
 
 
 @given(st.lists(TEXT, min_size=1, max_size=12), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ids_of_pieces_are_the_ids_of_the_sentence(texts, data):
     """For whatever words, numbers and marks, as long as pieces begin with a space."""
     tokenizer = Tokenizer.train(texts * 3, 300 + len(texts))

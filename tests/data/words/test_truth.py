@@ -24,7 +24,7 @@ def told(pieces, rows, valid):
 
 @pytest.mark.parametrize("kind", QUESTIONS)
 @given(seed=SEEDS, held_out=st.booleans())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_answers_are_the_oracles(kind, seed, held_out, words, scenes, oracle):
     batch = scenes(seed, many=MANY)
     said = ask(words, batch, seed, kind, held_out=held_out)
@@ -35,7 +35,7 @@ def test_answers_are_the_oracles(kind, seed, held_out, words, scenes, oracle):
 
 @pytest.mark.parametrize("kind", [kind for kind in FURTHER if kind in QUESTIONS])
 @given(seed=SEEDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_answers_in_many_wordings_are_the_oracles(kind, seed, many_words, scenes, oracle):
     batch, words = scenes(seed, many=2 * MANY), many_words
     said = ask(words, batch, seed, kind)
@@ -46,7 +46,7 @@ def test_answers_in_many_wordings_are_the_oracles(kind, seed, many_words, scenes
 
 @pytest.mark.parametrize("kind", CAPTIONS)
 @given(seed=SEEDS, held_out=st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_captions_are_true_and_tell_all(kind, seed, held_out, words, scenes, oracle):
     batch = scenes(seed, many=MANY)
     said = ask(words, batch, seed, kind, held_out=held_out)
@@ -56,7 +56,7 @@ def test_captions_are_true_and_tell_all(kind, seed, held_out, words, scenes, ora
 
 
 @given(seed=SEEDS, held_out=st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_preferred_captions_are_true_and_the_others_have_one_thing_invented(seed, held_out, words, scenes, oracle):
     batch = scenes(seed, many=MANY)
     pair = preference(words, batch, seed, held_out=held_out)
@@ -81,7 +81,7 @@ def _list_of(caption):
 
 @pytest.mark.parametrize("sort", SWAPS)
 @given(seed=SEEDS, held_out=st.booleans())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_swaps_have_the_same_words_and_one_of_them_is_true(sort, seed, held_out, words, scenes, oracle):
     batch = scenes(seed, many=4 * MANY)
     pair = swap(words, batch, seed, sort, held_out=held_out)
@@ -95,7 +95,7 @@ def test_swaps_have_the_same_words_and_one_of_them_is_true(sort, seed, held_out,
 
 @pytest.mark.parametrize("kind", DRAWINGS)
 @given(seed=SEEDS, held_out=st.booleans(), whole=st.booleans())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_prompts_fit_their_scenes_and_specs_judge_as_the_words_do(kind, seed, held_out, whole, words, scenes, oracle):
     batch, others = scenes(seed, many=4 * MANY), scenes(seed + 1, many=4 * MANY)
     moved = replace(batch, box=torch.where(batch.filled[..., None], others.box, 0))
@@ -113,7 +113,7 @@ def test_prompts_fit_their_scenes_and_specs_judge_as_the_words_do(kind, seed, he
 
 
 @given(seed=SEEDS, held_out=st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_conversations_are_true_and_never_ask_twice(seed, held_out, words, scenes, oracle):
     batch = scenes(seed, many=MANY)
     said = converse(words, batch, seed, held_out=held_out)

@@ -17,7 +17,7 @@ needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java
 
 
 @given(SET)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_as_pycocoevalcap(rows):
     scorers = pytest.importorskip("pycocoevalcap.bleu.bleu_scorer"), pytest.importorskip("pycocoevalcap.rouge.rouge")
     cider_scorer = pytest.importorskip("pycocoevalcap.cider.cider_scorer").CiderScorer()

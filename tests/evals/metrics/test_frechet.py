@@ -91,7 +91,7 @@ def test_it_is_that_of_torchmetrics():
 # ---- moments ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cuts=st.lists(st.integers(0, 40), max_size=4), seed=st.integers(0, 99), far=st.sampled_from([0.0, 1e4]))
 def test_moments_of_parts_are_those_of_the_whole(cuts, seed, far):
     rows = torch.randn(40, 5, generator=torch.Generator().manual_seed(seed)).double() + far

@@ -4,10 +4,8 @@ pixels, there and back."""
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -23,6 +21,7 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 )
 
 from helpers import randomize, relative
+from hub.test_blip2_internvl import GRADIENTS, IMAGE, VALUES, asked, gradients, pictures
 from vitrail.encoders.hybrid import HybridConfig, shrunk
 from vitrail.encoders.towers import normalized
 from vitrail.errors import VitrailError
@@ -31,10 +30,8 @@ from vitrail.hub.families import FAMILIES
 from vitrail.hub.llava import whole_spelt
 from vitrail.models.presets import VLMS
 from vitrail.models.vlm import VLM, prepare
-from vitrail.stream import build, pack, split, words
+from vitrail.stream import pack, split
 
-VALUES, GRADIENTS = 1e-4, 1e-3  # max |Δ| / max |reference|
-IMAGE = 98
 TEXT = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 99, "intermediate_size": 47}
 TEXT |= {"num_key_value_heads": 1}
 LOW = {"hidden_size": 22, "intermediate_size": 37, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 15}
@@ -68,11 +65,6 @@ CASES = {
 }
 
 
-def pictures(*sizes):
-    chance = np.random.default_rng(0)
-    return [Image.fromarray(chance.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
-
-
 def loaded(case, folder):
     reference = CASES[case]()
     reference.save_pretrained(folder)
@@ -101,17 +93,6 @@ def both_sizes(tower, shown):
     }
 
 
-def asked(ours, shown, *groups):
-    """Samples with so many pictures each, words around them."""
-    shapes, samples = list(shown.shapes), []
-    for n in groups:
-        parts = [words([4, 5])]
-        for _ in range(n):
-            parts += [ours.config.part(shapes.pop(0)), words([7, 8])]
-        samples.append(build([*parts, words([3])], ours.config.rules))
-    return samples
-
-
 def theirs(reference, samples, pixels):
     """Every sample by itself, as transformers takes it."""
     found, first = [], 0
@@ -122,13 +103,6 @@ def theirs(reference, samples, pixels):
         found.append(reference(input_ids=ids, **mine).logits[0])
         first += n
     return found
-
-
-def gradients(outputs, weights, model):
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    total = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
-    found = torch.autograd.grad(total, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
 
 
 @pytest.mark.parametrize("case", CASES)

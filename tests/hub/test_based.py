@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import vitrail
-from tasks.test_vlm import small
+from tasks.small_vlms import small
 from vitrail import hub, recipe
 from vitrail.cli import main
 from vitrail.errors import CheckpointError

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers import randomize
-from tasks.test_vlm import KINDS, both, scenes_of, small, words  # noqa: F401
+from tasks.small_vlms import KINDS, scenes_of, small
 from vitrail import hub
 from vitrail.encoders import TextConfig
 from vitrail.errors import ConfigError
@@ -20,7 +20,7 @@ BATCH = {"scenes": torch.arange(6)}
 
 
 @pytest.fixture
-def make(atlas, words):  # noqa: F811
+def make(atlas, words):
     def made(change=None, **settings) -> FuseTask:
         chosen = small("vlm-fused")
         text = TextConfig(vocab=420, layers=1, block=BLOCK, context=64, eos=words.eos).with_(**(change or {}))

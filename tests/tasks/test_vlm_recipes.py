@@ -8,7 +8,7 @@ import torch._dynamo
 from PIL import Image
 
 import vitrail
-from tasks.test_vlm import ARMS, arm, shrunk, small
+from tasks.small_vlms import ARMS, arm, shrunk, small
 from vitrail import hub, recipe
 from vitrail import sweep as sweeps
 from vitrail.errors import ConfigError

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from helpers import randomize
+from tasks.small_vlms import KINDS, scenes_of, small
 from tasks.test_contrast import named
-from tasks.test_vlm import KINDS, scenes_of, small
 from vitrail import recipe
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.data.talks import talks

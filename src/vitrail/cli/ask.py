@@ -51,7 +51,7 @@ def ask(
     words
         Questions, and further files.
     model
-        A unified model (mini, where the package came with its weights) or a vision-language model: a folder or hub id.
+        A unified model (mini, unless given), or a vision-language model: mini-vlm, a folder or hub id.
     stream
         Print an answer as it is written. Of a vision-language model.
     max_new

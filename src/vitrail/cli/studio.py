@@ -26,7 +26,7 @@ def caption(pictures: Pictures, /, *, model: str = "mini", device: str | None = 
     pictures
         Pictures' files.
     model
-        A unified model (mini, where the package came with its weights) or a vision-language model: a folder or hub id.
+        A unified model (mini, unless given), or a vision-language model: mini-vlm, a folder or hub id.
     device
         cpu, cuda, …; a GPU if there is one.
     """

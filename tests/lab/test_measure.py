@@ -6,6 +6,7 @@ import torch
 from models import test_looking as looking
 from models import test_unified as unified
 from models import test_vlm as vlm
+from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.presets import DECODERS
 from vitrail.codecs.presets import CODECS
 from vitrail.encoders.presets import TEXTS, VITS
@@ -14,6 +15,7 @@ from vitrail.lab import measure as lab
 from vitrail.lab.ledger import Device, ledger
 from vitrail.models.clip import ContrastiveConfig
 from vitrail.models.vlm import VLMConfig
+from vitrail.nn import Work, cost
 from worlds import genie_config
 
 AT = Device(flops=1e9, bandwidth=1e8, memory=1e10, origin="made up")
@@ -32,6 +34,9 @@ def test_a_decoder_reads_and_writes():
     assert (read.name, read.what, word.what) == ("tiny", "prefill, 12 tokens", "a token at 12")
     one = ledger(WORDS, context=12, batch=2, dtype="float32", devices=())
     assert read.flops == 2 * one.forward
+    # Two steps are rehearsed and seven timed, each at a token more: the one in the middle is behind 12 + 2 + 3 others.
+    with torch.device("meta"):
+        assert word.flops == cost.flops(Decoder(WORDS), Work.decode(18, 2))
     for found in (read, word):
         assert found.floor == max(found.flops / AT.flops, found.bytes / AT.bandwidth)
         assert found.bound == ("compute" if found.flops / AT.flops >= found.bytes / AT.bandwidth else "memory")
@@ -93,7 +98,9 @@ def test_a_question_to_one_that_draws_too():
     found, word = measured(config, context=5, batch=2)
     assert found.what == "first token, a picture and 5 words"
     assert found.flops == 2 * ledger(config, context=5, devices=()).forward
-    assert word.what == "a token at 15" and 0 < word.flops < found.flops  # a mark and nine codes
+    assert word.what == "a token at 15"  # a mark and nine codes
+    with torch.device("meta"):
+        assert word.flops == cost.flops(Decoder(config.decoder), Work.decode(21, 2))
 
 
 @pytest.mark.parametrize("acts", ["added", "token"])

@@ -1,7 +1,7 @@
 """Codes in and out of a transformer by the same rows: what is learned of one holds for those that are like it.
 
 Where a code is a point of a lattice (FSQ, LFQ, BSQ), its row is one of its own and one of each of its digits, summed.
-With rows of their own alone, hundreds of codes would each have to be seen often before a world can move them.
+Rows of their own alone would each have to be seen often.
 
 … any axes, K codes, W width
 """

@@ -142,6 +142,32 @@ def gradients(outputs, weights, model):
     return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
 
 
+def same_gradients(reference, ours, mine, other):
+    """Ours by name, and theirs as their files name them."""
+    for move in FAMILIES[reference.config.model_type].moves(ours.config):
+        for name, g in zip(move.ours, move.pull([other[x] for x in move.theirs]), strict=True):
+            # Below this a gradient is rounding alone: without rotation softmax drops a bias on k.
+            assert (mine.pop(name) - g).abs().max() <= GRADIENTS * g.abs().max().clamp_min(1e-2), name
+    assert not mine
+
+
+def comes_back(reference, ours, folder):
+    """Exported as it was read, and kept in our own format: the same weights and the same config."""
+    to_hf(ours, folder / "back")
+    about = json.loads((folder / "back/config.json").read_text())
+    assert about["architectures"] == [type(reference).__name__]
+    back = AutoModelForImageTextToText.from_pretrained(folder / "back")
+    a, b = reference.state_dict(), back.state_dict()
+    assert type(back) is type(reference)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    again = FAMILIES[about["model_type"]].read(about)
+    assert whole_spelt(again) == whole_spelt(ours.config)
+    save(ours, folder / "own")
+    again = load(folder / "own")
+    assert again.config == ours.config
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_agrees(case, tmp_path):
     """No picture, one, and several of unequal sizes; packed in one row here, each by itself there; gradients too."""
@@ -156,29 +182,12 @@ def test_agrees(case, tmp_path):
     weights = [torch.randn_like(b) for b in expected]
     mine = gradients(logits, weights, ours)
     other = on_disk(reference, gradients(expected, weights, reference))
-    for move in FAMILIES[reference.config.model_type].moves(ours.config):
-        for name, g in zip(move.ours, move.pull([other[x] for x in move.theirs]), strict=True):
-            # Below this a gradient is rounding alone: without rotation softmax drops a bias on k.
-            assert (mine.pop(name) - g).abs().max() <= GRADIENTS * g.abs().max().clamp_min(1e-2), name
-    assert not mine
+    same_gradients(reference, ours, mine, other)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_comes_back(case, tmp_path):
-    reference, ours = loaded(case, tmp_path / "hf")
-    to_hf(ours, tmp_path / "back")
-    about = json.loads((tmp_path / "back/config.json").read_text())
-    assert about["architectures"] == [type(reference).__name__]
-    back = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
-    a, b = reference.state_dict(), back.state_dict()
-    assert type(back) is type(reference)
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    again = FAMILIES[about["model_type"]].read(about)
-    assert whole_spelt(again) == whole_spelt(ours.config)
-    save(ours, tmp_path / "own")
-    again = load(tmp_path / "own")
-    assert again.config == ours.config
-    assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())
+    comes_back(*loaded(case, tmp_path / "hf"), tmp_path)
 
 
 def test_tower_alone(tmp_path):

@@ -18,7 +18,7 @@ from vitrail.models.latent_actions import LatentActions
 from vitrail.objectives.masked import hide_codes
 from vitrail.objectives.reconstruction import Weights
 from vitrail.tasks.codec import QuantizerWeights
-from vitrail.tasks.genie import DynamicsSettings, DynamicsTask, FramesSettings, make_frames_task
+from vitrail.tasks.genie import DynamicsSettings, DynamicsTask, FramesSettings, make_frames_task, mixed
 from vitrail.train.optim import OptimConfig
 from vitrail.train.stage import StageConfig
 from vitrail.train.trainer import Trainer
@@ -173,8 +173,8 @@ def test_what_the_recipe_says_to_record_can_be_recorded(monkeypatch):
     data.app(told.split()[3:], result_action="return_value")
     ((world, out, episodes, _, side, _, options),) = seen
     manifest = RecordConfig(world=world, side=side, **options).manifest()
-    assert str(out) == recipe.read("untested/genie-coinrun").sources["played"].folder and episodes == 3000
-    assert manifest.policy in WORLDS[world].policies and (manifest.policy, manifest.repeat) == ("strolling", 2)
+    assert str(out) == recipe.read("untested/genie-coinrun").sources["played"].folder and episodes == 3600
+    assert manifest.policy in WORLDS[world].policies and (manifest.policy, manifest.repeat) == ("strolling", 3)
 
 
 LAYERED = ("codec.encoder", "codec.decoder", "latent.encoder", "latent.decoder", "dynamics.transformer")
@@ -229,3 +229,30 @@ def test_the_recipes_normalise_queries_and_keys(name):
     nets = [config.codec.encoder, config.codec.decoder, config.dynamics.transformer]
     nets += [config.latent.encoder, config.latent.decoder] if config.latent else []
     assert all(net.block.attention.qk_norm == "rms" for net in nets)
+
+
+def test_noise_puts_codes_of_another_window_where_codes_are_in_view():
+    ids = torch.arange(4)[:, None, None, None].expand(4, 5, 30, 30) * 1000 + torch.arange(900).view(30, 30)
+    torch.manual_seed(0)
+    found = mixed(ids, 0.5)
+    other = found != ids
+    assert torch.equal(found[other], ids.roll(1, 0)[other])  # the next window's, at the same place
+    shares = other.float().mean((1, 2, 3))
+    assert shares.max() < 0.55 and shares.unique().numel() == 4 and shares.sum() > 0.1  # each window has its own
+    assert torch.equal(mixed(ids, 0.0), ids)
+
+
+def test_what_is_learned_under_noise_is_still_the_truth():
+    """With all hidden there is nothing to mix, and the loss is that without noise."""
+    made, source = model(latent=False).eval(), Played()
+    losses = []
+    for noise in (0.0, 0.9):
+        task = DynamicsTask(made, DynamicsSettings(rate=(1.0, 1.0), noise=noise))
+        batch = task.collate([source[i] for i in range(6)])
+        batch["frames"] = batch["frames"][:, :1].expand(-1, 3, -1, -1, -1)  # of the first frame nothing is hidden
+        batch["frames"] = batch["frames"][:1].expand(6, -1, -1, -1, -1)  # and the others' are the same
+        torch.manual_seed(1)
+        losses.append(task(batch)["dynamics"])
+    torch.testing.assert_close(*losses)
+    with pytest.raises(ConfigError, match="codes in view"):
+        DynamicsSettings(noise=1.0)

@@ -85,10 +85,17 @@ class DynamicsSettings(Config):
     """
     rate   the share of a window's codes that are hidden, drawn between the two for each window
     whole  the share of frames, on average, of which none is: those before are seen whole when a world is played
+    noise  the largest share of the codes in view that are those of another window at the same place, drawn for each
+           window: what a world has drawn itself is not without faults, and should not be believed blindly
     """
 
     rate: tuple[float, float] = (0.5, 1.0)
     whole: float = 0.0
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise < 1:
+            raise ConfigError(f"{self.noise:g} of the codes in view are wrong", "give 0 or more, and less than 1")
 
 
 class DynamicsTask:
@@ -120,7 +127,8 @@ class DynamicsTask:
         video = model.codec.pixels(batch["frames"])
         ids, actions = model.look(video), batch["actions"] if model.latent is None else model.infer(video)
         hidden = hide_codes(tuple(ids.shape), self.settings.rate, ids.device, whole=self.settings.whole)
-        missed = model.dynamics.missed(ids, model.dynamics.led(actions), hidden)
+        shown = ids if not self.settings.noise else torch.where(hidden, ids, mixed(ids, self.settings.noise))
+        missed = model.dynamics.missed(shown, model.dynamics.led(actions), hidden)
         each = (missed * hidden).flatten(1).sum(1) / hidden.flatten(1).sum(1).clamp_min(1)  # (B,)
         changed = hidden & (ids != ids.roll(1, 1))  # of the first frame nothing is hidden
         few = (missed.detach() * changed).sum() / changed.sum().clamp_min(1)
@@ -138,6 +146,13 @@ class DynamicsTask:
 def frames(samples: Sequence[Mapping[str, np.ndarray]]) -> Tensor:
     """uint8 (T, H, W, 3) each → (B, T, 3, H, W)"""
     return torch.from_numpy(np.stack([sample["frames"] for sample in samples])).movedim(-1, 2)
+
+
+def mixed(ids: Tensor, most: float) -> Tensor:
+    """(B, T, h, w) with a share of each window's codes, from none to `most`, taken from the next window's same places:
+    codes that may well stand there, in the wrong world."""
+    share = most * torch.rand(len(ids), 1, 1, 1, device=ids.device)
+    return torch.where(torch.rand(ids.shape, device=ids.device) < share, ids.roll(1, 0), ids)
 
 
 def make_frames_task(model: Any, part: str, settings: FramesSettings) -> FramesTask:

@@ -15,6 +15,10 @@ class VitrailError(Exception):
         self.problem = problem
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type["VitrailError"], tuple[str, str]]:
+        """The same in another process."""
+        return type(self), (self.problem, self.remedy)
+
 
 class ConfigError(VitrailError):
     """A config that cannot be: unknown key, wrong type, sizes that do not fit."""

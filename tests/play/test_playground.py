@@ -16,7 +16,7 @@ from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.generate.rollout import Rolling, Rollout
 from vitrail.generate.sampling import Sampling
 from vitrail.play import Controls, Playground
-from vitrail.play.controls import idle, learn_controls, offered
+from vitrail.play.controls import idle, learn_controls, offered, surprise
 from vitrail.studio import Studio
 
 
@@ -142,22 +142,33 @@ def recorded(tmp_path_factory):
 
 
 def test_what_controls_are_to_a_model_is_learned_from_episodes(recorded, monkeypatch):
-    made = playground()
-    told = {}
-
-    def infer(video):  # a model that knows: the walker's controls in another order
-        frames = ((video + 1) * 127.5).round().byte()
-        return torch.stack([told[one.numpy().tobytes()] for one in frames])
-
     from vitrail.data.episodes import EpisodesConfig, EpisodeSource
     from vitrail.play.controls import LENGTH
 
     windows = EpisodeSource(EpisodesConfig(folder=str(recorded), length=LENGTH, stride=LENGTH, part="all"))
-    for window in windows:
-        frames = torch.tensor(window["frames"]).movedim(-1, 1)
-        told[frames.contiguous().numpy().tobytes()] = (torch.tensor(window["actions"]) + 3) % 8
-    monkeypatch.setattr(made.model, "infer", infer)
-    assert learn_controls(made.model, str(recorded)).codes == {"left": 3, "right": 4, "up": 5, "down": 6}
+    done = {window["frames"].tobytes(): int(window["actions"][-1]) for window in windows}
+
+    def surprise(model, video):  # of a model that knows: the walker's controls in another order
+        last = [done[one.movedim(1, -1).contiguous().numpy().tobytes()] for one in video]
+        return torch.stack([(torch.arange(8) != (control + 3) % 8).float() for control in last])
+
+    monkeypatch.setattr("vitrail.play.controls.surprise", surprise)
+    told = learn_controls(playground().model, str(recorded))
+    assert told.codes == {"left": 3, "right": 4, "up": 5, "down": 6}
+
+
+def test_how_likely_a_frame_is_under_each_action_is_what_the_dynamics_say():
+    model, video = playground().model, torch.randint(0, 256, (3, 5, 3, worlds.SIDE, worlds.SIDE), dtype=torch.uint8)
+    found = surprise(model, video)
+    pixels = model.codec.pixels(video)
+    with torch.no_grad():
+        ids, actions = model.look(pixels), model.infer(pixels)
+        hidden = torch.zeros_like(ids, dtype=torch.bool)
+        hidden[:, -1] = True
+        for action in range(8):
+            actions[:, -1] = action
+            missed = model.dynamics.missed(ids, model.dynamics.led(actions), hidden)[:, -1].mean((1, 2))
+            torch.testing.assert_close(found[:, action], missed, rtol=1e-4, atol=1e-5)
 
 
 def test_episodes_give_starts_that_were_not_trained_on(recorded):

@@ -1,25 +1,28 @@
 """What can be done in a world that is played: by which keys, and what that is to the model and to the simulator.
 
-B windows, T frames
+B windows, T frames, C channels, H, W pixels, h × w codes of a frame, A actions of the model
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
 from vitrail.config import Config
 from vitrail.data.episodes import WORLDS, Choices, Episodes, EpisodesConfig, EpisodeSource
 from vitrail.data.episodes.source import HELD_OUT
 from vitrail.errors import ConfigError, DataError, nearest
-from vitrail.evals.metrics.worlds import purity
+from vitrail.generate.rollout import Rollout
 from vitrail.models.genie import Genie
 
 # Words in the names of controls, and the keys they are on, as a browser calls them.
 KEYS = {"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "ahead": "ArrowUp", "down": "ArrowDown"}
 NOTHING = "nothing"
 DIGITS = 9
-WINDOWS, LENGTH = 256, 8  # from how much it is learned what controls are to a model
+WINDOWS, LENGTH = 24, 8  # of each control, and their frames: from how much it is learned what it is to a model
 MOST_REPEATS = 100  # a player waits for all of them
 
 
@@ -94,29 +97,45 @@ def check_episodes(folder: str) -> None:
         )
 
 
-@torch.no_grad()
 def learn_controls(model: Genie, folder: str) -> Controls:
-    """For every control that was used in recorded episodes, the latent action that was found most often where it was
-    used. A control is called by the same action as another where the model does not tell them apart."""
-    source = EpisodeSource(EpisodesConfig(folder=folder, length=LENGTH, stride=LENGTH, part="all", hold=0))
+    """For every control that was used in recorded episodes, the latent action under which what followed is likeliest.
+    That is not the one found most often: to run right may often look like one action, which at a wall, where the same
+    key does nothing, would be a jump. A control is called by the same action as another where the model does not tell
+    them apart."""
+    cut = EpisodesConfig(folder=folder, length=LENGTH, stride=LENGTH, part="all", fields=("actions",), hold=0)
+    source = EpisodeSource(cut)
     world, repeat = source.episodes.manifest.world, source.episodes.manifest.repeat
     if model.latent is None:
         return own_controls(model, world, repeat)
-    names = choices(world)
-    every = max(1, len(source) // WINDOWS)
-    windows = [source[item] for item in range(0, len(source), every)][:WINDOWS]
-    video = torch.from_numpy(np.stack([window["frames"] for window in windows])).movedim(-1, 2)  # (B, T, C, H, W)
-    if tuple(video.shape[-2:]) != model.codec.size:
-        H, W = model.codec.size
-        raise ConfigError(
-            f"{folder} has frames of {video.shape[-2]} × {video.shape[-1]}, and the model reads {H} × {W}",
-            "give the episodes that it was trained on",
-        )
-    found = torch.cat([model.infer(model.codec.pixels(some)) for some in video.split(16)]).cpu()
-    used = torch.from_numpy(np.stack([window["actions"] for window in windows]))  # (B, T − 1)
-    counts = purity(found, used).counts  # (codes, controls), as far as they were seen
-    codes = {names[i]: int(row.argmax()) for i, row in enumerate(counts.T) if row.any()}
+    names, used = choices(world), np.array([source[i]["actions"][-1] for i in range(len(source))])
+    shown, codes = EpisodeSource(cut.with_(fields=("frames",))), {}
+    for control in tqdm(np.unique(used).tolist(), desc="controls", delay=2, leave=False, disable=None):
+        where = np.flatnonzero(used == control)
+        where = where[:: -(-len(where) // WINDOWS)]  # from all over the episodes
+        video = torch.from_numpy(np.stack([shown[int(i)]["frames"] for i in where])).movedim(-1, 2)
+        if tuple(video.shape[-2:]) != model.codec.size:
+            H, W = model.codec.size
+            raise ConfigError(
+                f"{folder} has frames of {video.shape[-2]} × {video.shape[-1]}, and the model reads {H} × {W}",
+                "give the episodes that it was trained on",
+            )
+        codes[names[control]] = int(surprise(model, video).mean(0).argmin())
     return Controls(world=world, codes=codes, repeat=repeat)
+
+
+@torch.no_grad()
+def surprise(model: Genie, video: Tensor) -> Tensor:
+    """uint8 (B, T, C, H, W) → (B, A): −log p of the last frame's codes, on average, had each action led to it"""
+    world = Rollout(model)
+    world.start(video[:, :-1])
+    ids = model.look(model.codec.pixels(video))[:, -1:]  # (B, 1, h, w)
+    hidden = torch.ones_like(ids, dtype=torch.bool)
+    missed = []
+    for action in range(model.actions):
+        said = model.dynamics(ids, torch.full_like(ids[:, :, 0, 0], action), hidden, world.past).float()
+        each = F.cross_entropy(said.flatten(0, -2), ids.flatten(), reduction="none")
+        missed.append(each.view(len(ids), -1).mean(1))
+    return torch.stack(missed, 1).cpu()
 
 
 def offered(model: Genie | None, controls: Controls | None, simulator: bool) -> list[Action]:

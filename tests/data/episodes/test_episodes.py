@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.episodes import Choices, Dials, Episode, Episodes, EpisodesConfig, EpisodeSource, RecordConfig, record
+from vitrail.data.episodes import Choices, Dials, Episode, Episodes, RecordConfig, record
 from vitrail.data.episodes.film import HOW, decode_frames, encode_frames
 from vitrail.data.episodes.pack import About, take, to_sample
 from vitrail.data.episodes.read import MANIFEST
@@ -315,45 +315,6 @@ def test_the_pocket_world_obeys_its_actions(made):
         assert np.array_equal(np.stack(cells, 1)[:, ::-1] // 2, places)  # two pixels a cell
 
 
-@pytest.mark.parametrize("hold", [0, 1 << 30])
-def test_a_source_gives_every_window_once(made, hold):
-    whole = Episodes(made)
-    source = EpisodeSource(
-        EpisodesConfig(folder=str(made), length=5, stride=3, hold=hold, fields=("frames", "actions", "labels"))
-    )
-    seen = [source.place(i) for i in range(len(source))]
-    episodes = [n for n in range(25) if n % 10 != 9]
-    assert seen == [(n, start) for n in episodes for start in range(0, whole.lengths[n] - 4, 3)]
-    for item in range(0, len(source), 17):
-        number, start = seen[item]
-        window, episode = source[item], whole[number]
-        assert np.array_equal(window["frames"], episode.frames[start : start + 5])
-        assert np.array_equal(window["actions"], episode.actions[start : start + 4])
-        assert np.array_equal(window["labels"], episode.tracks["labels"][start : start + 5])
-        assert window["frames"].dtype == np.uint8 and window["actions"].dtype == np.int64
-    with pytest.raises(IndexError):
-        source[len(source)]
-
-
-def test_training_and_judging_share_no_episode(made):
-    parts = {
-        part: {s.place(i)[0] for i in range(len(s))}
-        for part in ("train", "test", "all")
-        for s in [EpisodeSource(EpisodesConfig(folder=str(made), length=2, part=part))]
-    }
-    assert parts["test"] == {9, 19} and not parts["train"] & parts["test"]
-    assert parts["all"] == parts["train"] | parts["test"]
-
-
-def test_windows_reach_data_workers(made):
-    from torch.utils.data import DataLoader
-
-    source = EpisodeSource(EpisodesConfig(folder=str(made), length=4, hold=0))
-    batches = DataLoader(source, batch_size=3, sampler=range(9), num_workers=1)  # type: ignore[arg-type]
-    frames = np.concatenate([batch["frames"].numpy() for batch in batches])
-    assert np.array_equal(frames, np.stack([source[i]["frames"] for i in range(9)]))
-
-
 def test_the_fingerprint_changes_with_what_was_recorded(made, tmp_path):
     record(POCKET.with_(seed=2), tmp_path, episodes=3, quiet=True)
     assert Episodes(tmp_path).fingerprint != Episodes(made).fingerprint == Episodes(made).fingerprint
@@ -365,8 +326,6 @@ def test_what_cannot_be_asked_for(made):
         episodes.window(0, 0, 99)
     with pytest.raises(ConfigError, match="holds no 'depth'"):
         episodes.window(0, 0, 2, ("depth",))
-    with pytest.raises(DataError, match="no window of 99 frames"):
-        EpisodeSource(EpisodesConfig(folder=str(made), length=99))
 
 
 def test_a_shard_that_is_cut_short_is_named(made, tmp_path):

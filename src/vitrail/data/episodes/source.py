@@ -3,8 +3,13 @@
 T frames of a window, H, W pixels, A numbers of an action
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+import math
+import mmap
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -14,6 +19,8 @@ from vitrail.data.episodes.read import Episodes
 from vitrail.errors import ConfigError, DataError
 
 HELD_OUT = 10  # every tenth episode is kept for judging
+BETWEEN = ("actions", "rewards")  # of T frames there are T − 1
+LARGE = 16 << 20  # bytes: what is smaller is decoded before processes would have begun
 
 
 class EpisodesConfig(Config, tag="episodes", tag_field="kind"):
@@ -59,19 +66,47 @@ class EpisodeSource:
             )
         self._held: dict[int, dict[str, np.ndarray]] = {}
         if self._bytes() <= config.hold:
-            whole = [(number, 0, int(self.episodes.lengths[number])) for number in wanted.tolist()]
-            with ThreadPoolExecutor() as pool:  # decoding lets other threads run
-                read = tqdm(
-                    pool.map(lambda one: self._read(*one), whole),
-                    "episodes",
-                    len(whole),
-                    delay=2,
-                    leave=False,
-                    disable=None,
-                )
-                self._held = {number: found for (number, _, _), found in zip(whole, read, strict=True)}
+            self._held = self._decoded()
             for held in (array for found in self._held.values() for array in found.values()):
                 held.setflags(write=False)  # windows are views of it: to copy each took most of the time of a batch
+
+    def _decoded(self) -> dict[int, dict[str, np.ndarray]]:
+        """All that is wanted, by number. A large set is decoded by processes, into memory that they share: threads wait
+        for one another between frames this small."""
+        numbers, lengths = self.wanted.tolist(), self.episodes.lengths[self.wanted].tolist()
+        one = self._read(numbers[0], 0, 1)
+        rows = {name: self._room(sum(lengths), array) for name, array in one.items()}
+        starts = dict(zip(numbers, np.cumsum([0, *lengths[:-1]]).tolist(), strict=True))
+        held = {
+            number: {name: a[(at := starts[number]) : at + length - (name in BETWEEN)] for name, a in rows.items()}
+            for number, length in zip(numbers, lengths, strict=True)
+        }
+
+        def bar(done: Iterable[int]) -> None:
+            for _ in tqdm(done, "episodes", len(numbers), delay=2, leave=False, disable=None):
+                pass
+
+        jobs = min(os.cpu_count() or 1, len(numbers))
+        if self._bytes() < LARGE or jobs == 1 or "fork" not in multiprocessing.get_all_start_methods():
+            bar(self._fill(held, number) for number in numbers)
+            return held
+        fork = multiprocessing.get_context("fork")  # with all that they need, and the memory, as it is
+        with ProcessPoolExecutor(jobs, fork, initializer=_share, initargs=(self, held)) as pool:
+            bar(pool.map(_fill_shared, numbers, chunksize=4))
+        return held
+
+    def _fill(self, held: dict[int, dict[str, np.ndarray]], number: int) -> int:
+        for name, array in self._read(number, 0, int(self.episodes.lengths[number])).items():
+            held[number][name][:] = array
+        return number
+
+    @staticmethod
+    def _room(count: int, like: np.ndarray) -> np.ndarray:
+        """Empty rows of the shape of those of `like`, which processes that are forked share."""
+        shape = (count, *like.shape[1:])
+        return np.frombuffer(
+            mmap.mmap(-1, max(1, math.prod(shape) * like.itemsize)), like.dtype, math.prod(shape)
+        ).reshape(shape)
 
     @property
     def fingerprint(self) -> str:
@@ -95,7 +130,7 @@ class EpisodeSource:
         if number not in self._held:
             return self._read(number, start, self.config.length)
         held = self._held[number]
-        return {name: a[start : stop - (name in ("actions", "rewards"))] for name, a in held.items()}
+        return {name: a[start : stop - (name in BETWEEN)] for name, a in held.items()}
 
     def _read(self, number: int, start: int, length: int) -> dict[str, np.ndarray]:
         return self.episodes.window(number, start, length, self.config.fields)
@@ -104,3 +139,15 @@ class EpisodeSource:
         """Of all that is wanted, by its first frame."""
         one = self._read(int(self.wanted[0]), 0, 1)
         return sum(a.nbytes for a in one.values()) * int(self.episodes.lengths[self.wanted].sum())
+
+
+_shared: list[Any] = []  # of a process that decodes: the source, and where to put what it finds
+
+
+def _share(*given: Any) -> None:
+    _shared[:] = given
+
+
+def _fill_shared(number: int) -> int:
+    source, held = _shared
+    return source._fill(held, number)

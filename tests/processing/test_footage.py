@@ -20,8 +20,10 @@ def theirs():
 
     names = ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")
     with patch.dict(sys.modules, {f"torchvision{name}": MagicMock() for name in names}):
+        from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-    return {"qwen2-vl": Qwen2VLVideoProcessor(), "qwen3-vl": Qwen3VLVideoProcessor()}
+    kinds = {"qwen2-vl": Qwen2VLVideoProcessor, "qwen3-vl": Qwen3VLVideoProcessor, "internvl": InternVLVideoProcessor}
+    return {rule: kind() for rule, kind in kinds.items()}
 
 
 def sampled(processor, total: int, rate: float, **how) -> list[int]:
@@ -54,6 +56,21 @@ def test_frames_by_number_are_theirs(theirs, rule, total, wanted):
         Footage.usual(rule, 28).pick(total, 3.0, frames=wanted),
         sampled(theirs[rule], total, 25.0, num_frames=wanted),
     )
+
+
+@given(total=st.integers(1, 4000), wanted=st.integers(1, 500), rate=st.sampled_from([8.0, 24.0, 30.0]))
+@example(total=21, wanted=8, rate=8.0)
+def test_frames_of_internvl_are_theirs(theirs, total, wanted, rate):
+    films, wanted = Footage.usual("internvl", 448), min(wanted, total)
+    for count, ours in (
+        (wanted, films.pick(total, total / rate, 1, frames=wanted)),
+        (min(8, total), films.pick(total, total / rate, 1)),
+        (wanted, films.with_(frames=wanted).pick(total, total / rate, 1)),
+    ):
+        assert len(ours) == count and ours == sampled(theirs["internvl"], total, rate, num_frames=count)
+    if 1 <= int(total / rate * 2) <= films.max_frames:
+        assert films.pick(total, total / rate, 1, fps=2.0) == sampled(theirs["internvl"], total, rate, fps=2.0)
+    assert films.size(wanted, total, 7, patch=14, merge=2, temporal=1) == (448, 448)
 
 
 def same(rule: str, total: int, ours: list[int], reference: list[int]) -> None:
@@ -127,3 +144,13 @@ def test_what_files_say():
         for wrong in ({"size": 5}, {"fps": -1}, {"max_frames": 10**9}, {"min_frames": 900}, {"max_video_tokens": -3}):
             with pytest.raises((ConfigError, CheckpointError)):
                 usual.told(wrong)
+
+
+def test_what_files_say_of_internvl():
+    usual = Footage.usual("internvl", 448)
+    for films in (usual, usual.with_(frames=32), usual.with_(frames=None, fps=0.5)):
+        assert usual.told({}) == usual and usual.told(films.words()) == films
+    assert usual.told({"num_frames": 16, "fps": 3.0}).frames == 16  # which goes first
+    for wrong in ({"size": {"height": 448}}, {"fps": -1}, {"num_frames": 10**9}, {"initial_shift": False}):
+        with pytest.raises((ConfigError, CheckpointError)):
+            usual.told(wrong)

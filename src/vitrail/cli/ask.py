@@ -47,7 +47,7 @@ def ask(
     Parameters
     ----------
     picture
-        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL, Qwen3-VL and InternVL.
     words
         Questions, and further files.
     model
@@ -65,7 +65,8 @@ def ask(
     frames
         How many frames are read of each video.
     fps
-        How many frames are read of each second of a video: 2, unless the model's folder says otherwise.
+        How many frames are read of each second of a video: 2, unless the model's folder says otherwise; InternVL reads
+        8 of the whole.
     show
         A PNG to write: the picture, brightest where covering it costs the answer most. Of one question to a unified
         model.

@@ -11,6 +11,7 @@ from vitrail.processing.text import Tokenizer
 
 About = dict[str, Any]
 Words = dict[str, str]  # those that stand for or around pictures, by name: {"image": "<image>", …}
+VIDEO = "<video>"  # what stands for a video in a text, of a model whose config names no token for it
 
 
 class Habit(NamedTuple):
@@ -60,7 +61,7 @@ def marks_of(config: VLMConfig | LookingVLMConfig, tokenizer: Tokenizer) -> dict
     """The ids that stand for a picture and, where it takes videos, for a video in a text."""
     if not isinstance(config, VLMConfig):
         return {"image": config.mark}
-    video = None if config.films is None else config.marks.get("video")
+    video = None if config.films is None else config.marks.get("video", tokenizer.specials.get(VIDEO))
     return {"image": config.rules.fill} | ({"video": video} if video is not None and video < tokenizer.size else {})
 
 

@@ -6,7 +6,7 @@ from vitrail.connectors import MergerConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.family import ACTIVATIONS, Family, round_trip
-from vitrail.hub.habit import Habit, Words
+from vitrail.hub.habit import VIDEO, Habit, Words
 from vitrail.hub.llava import COPIES, WORDS, family_of, named, part, whole_spelt
 from vitrail.hub.maps import Move, layer, under
 from vitrail.hub.towers_vl import TOWERS_VL, activation_name
@@ -96,6 +96,10 @@ def _told(config: Any, words: Words) -> About:
     return {"image_seq_length": (config.tower.side // config.connector.merge) ** 2}  # tokens of a tile
 
 
+def _spelt(config: VLMConfig) -> VLMConfig:
+    return whole_spelt(config).with_(footage=None)  # which its own file says
+
+
 def _moves(config: VLMConfig) -> list[Move]:
     towers, words = family_of(config.tower, TOWERS), family_of(config.decoder, WORDS)
     return [
@@ -108,11 +112,11 @@ def _moves(config: VLMConfig) -> list[Move]:
 
 
 AROUND = ("<img>", "</img>")
-TOKENS = {  # the processor asks for all of them, even of a model that sees no videos
+TOKENS = {
     "context_image_token": "image",
     "start_image_token": AROUND[0],
     "end_image_token": AROUND[1],
-    "video_token": "<video>",
+    "video_token": VIDEO,
 }
 
 INTERNVL = Family(
@@ -120,9 +124,10 @@ INTERNVL = Family(
     VLM,
     _read,
     _write,
-    round_trip(_read, _write, whole_spelt, processors.INTERNVL),
+    round_trip(_read, _write, _spelt, processors.INTERNVL),
     _moves,
     copies=COPIES,
     pictures=processors.INTERNVL,
+    videos=True,
     habit=Habit("InternVLProcessor", "chatml", around=AROUND, fields=_told, tokens=TOKENS),
 )

@@ -31,6 +31,7 @@ PROCESSORS = {
     "dinov2_with_registers": "BitImageProcessor",
     "eva02": "BitImageProcessor",  # timm itself goes by its config.json
 }
+STILLS = ("image_processor_type", "crop_to_patches", "min_patches", "max_patches")  # what is said of pictures alone
 TIMM = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # what a timm config says of pictures
 
 
@@ -66,7 +67,7 @@ def export(model: nn.Module, folder: Path, family: Family, config: dict[str, Any
         _put(folder, family.pictures.write(ours) if ours.tower.channels == 3 else None)
         if family.videos and ours.tower.channels == 3:
             words = family.pictures.write(ours) | ours.films.words()
-            write_json(folder / footage.FILE, {key: words[key] for key in words if key != "image_processor_type"})
+            write_json(folder / footage.FILE, {key: words[key] for key in words if key not in STILLS})
         return config
     tower = tower_of(model)
     if tower is None:

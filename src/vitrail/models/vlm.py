@@ -32,6 +32,7 @@ from vitrail.processing.cut import Cut
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import to_array
 from vitrail.processing.patches import to_blocks
+from vitrail.processing.tiles import Tiles
 from vitrail.stream import KINDS, Batch, merge
 
 SEEN = ("image", "video")
@@ -94,6 +95,13 @@ class VLM(nn.Module):
     def packed(self, items: Sequence[Tensor]) -> Shown:
         """Stills (C, H, W) and videos (T, C, H, W), normalised, for a packed tower."""
         return self._here(_blocks(self.config, items))
+
+    def filmed(self, items: Sequence[Tensor]) -> Shown:
+        """Videos (T, C, H, W), normalised, as the tower reads them: packed, or with a view for each frame."""
+        policy = self.config.policy
+        if not isinstance(policy, Tiles):
+            return self.packed(items)
+        return self._here(Shown(torch.cat(list(items)), tuple(policy.film(len(item)) for item in items)))
 
     def _here(self, shown: Shown) -> Shown:
         return shown._replace(pixels=shown.pixels.to(self.decoder.embed.weight))

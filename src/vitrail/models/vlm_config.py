@@ -22,7 +22,7 @@ from vitrail.processing.cut import Cut
 from vitrail.processing.footage import Footage
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import NORMS
-from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native
+from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native, Tiles
 from vitrail.stream import POSITIONS, Part, Rules, picture, video
 from vitrail.stream import queries as slots
 
@@ -49,7 +49,7 @@ class VLMConfig(Config):
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
     rules      how words and pictures become a stream
     marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
-    footage    which frames of a video are read, and how large; as Qwen's are, unless given
+    footage    which frames of a video are read, and how large; as Qwen's and InternVL's are, unless given
     """
 
     tower: TowerConfig
@@ -99,8 +99,7 @@ class VLMConfig(Config):
                 "cross-attention looks at pictures that are no tokens of the stream",
                 'use the model that looks: kind = "looking-vlm"',
             )
-        if self.footage is not None and not isinstance(self.tower, PackedViTConfig):
-            raise ConfigError(f"{type(self.tower).__name__} reads no videos", "leave footage out")
+        self._check_footage()
         self._check_tower()
         self._check_stack()
         self._check_reduce()
@@ -118,6 +117,19 @@ class VLMConfig(Config):
         if self.rules.vocab is not None and self.rules.vocab != self.decoder.vocab:
             raise ConfigError(f"rules for {self.rules.vocab} ids and a decoder of {self.decoder.vocab}")
         self._check_context()
+
+    def _check_footage(self) -> None:
+        if self.footage is None:
+            return
+        usual, tiled = self._usual_footage, self.footage.rule == "internvl"
+        if usual is None:
+            raise ConfigError(f"{type(self.tower).__name__} reads no videos", "leave footage out")
+        if tiled != (usual.rule == "internvl"):
+            raise ConfigError(f"footage by {self.footage.rule!r} for a tower that reads {usual.rule!r}", "leave it out")
+        if tiled and self.footage.side != usual.side:
+            raise ConfigError(
+                f"frames of {self.footage.side} pixels, and tiles of {usual.side}", "do they belong together?"
+            )
 
     def _check_tower(self) -> None:
         if isinstance(self.tower, ViTConfig):
@@ -256,10 +268,16 @@ class VLMConfig(Config):
     @property
     def films(self) -> Footage | None:
         """The footage, said or not; None where the tower reads no videos."""
-        if self.footage is not None or not isinstance(self.tower, PackedViTConfig):
-            return self.footage
-        rule = "qwen3-vl" if self.rules.positions == "qwen3-vl" else "qwen2-vl"
-        return Footage.usual(rule, self.tower.patch * self.tower.merge)
+        return self._usual_footage if self.footage is None else self.footage
+
+    @property
+    def _usual_footage(self) -> Footage | None:
+        if isinstance(self.tower, PackedViTConfig):
+            rule = "qwen3-vl" if self.rules.positions == "qwen3-vl" else "qwen2-vl"
+            return Footage.usual(rule, self.tower.patch * self.tower.merge)
+        if isinstance(self.policy, Tiles) and self.queries is None and not self.voco:  # which stand for pictures
+            return Footage.usual("internvl", self.policy.tile)
+        return None
 
     def tokens(self, shape: Shape, questions: int = 1) -> int:
         """Soft tokens of a picture or a video, newlines and voco included, that the decoder reads: all that so many
@@ -309,6 +327,14 @@ class VLMConfig(Config):
     def lead(self) -> int:
         """Tokens of the tower that are read before a view's patches."""
         return self.tower.prefix if self.prefix and isinstance(self.tower, ViTConfig) else 0
+
+    def clip(self, shape: Shape, **more: Any) -> Part:
+        """The place of a video in a stream: a grid of its temporal patches, or of as many frames as it has views."""
+        if isinstance(shape, Grid):
+            return video(shape, **more)
+        frames = len(shape.views)
+        each = shape.views[0].grid if self.stitches(shape) else Grid(h=1, w=self.given(shape) // frames)
+        return video(each.with_(t=frames), **more)
 
     def part(self, shape: Shape, **more: Any) -> Part:
         """The place of a picture, or of a video (a grid of several frames), in a stream."""

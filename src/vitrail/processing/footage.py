@@ -1,20 +1,23 @@
-"""Which frames of a video are read, and how large: arithmetic only, no pixels. As in Qwen's video processors.
+"""Which frames of a video are read, and how large: arithmetic only, no pixels. As in the video processors of Qwen and
+InternVL.
 
 T temporal patches of S frames each
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from vitrail.config import Config
 from vitrail.errors import CheckpointError, ConfigError, ImageError
 from vitrail.processing.cut import Size
+from vitrail.processing.preprocessing import side_of
 from vitrail.processing.resolution import Native
 
 About = dict[str, Any]
+Rule: TypeAlias = Literal["qwen2-vl", "qwen3-vl", "internvl"]
 FILE, PART = "video_preprocessor_config.json", "video_processor"
 MOST = 100_000
 """Frames that a file may ask for: a stranger's number must not make us decode for ever."""
@@ -24,18 +27,21 @@ class Footage(Config):
     """
     rule        qwen2-vl: whole temporal patches of frames, evenly from the first on; a budget of pixels is a frame's.
                 qwen3-vl: evenly from the first frame to the last; a budget is that of the whole video.
+                internvl: the middle frames of as many equal parts; each is squashed to a square of max_pixels.
     fps         frames a second that are read, but no fewer than min_frames, if the video has them, and no more than
                 max_frames
+    frames      read of every video instead, unless it is asked about by frames a second
     min_pixels, max_pixels  the budget
     cap         tokens that no video passes, a tenth of them left for words (qwen2-vl), or no frame (qwen3-vl)
     """
 
-    rule: Literal["qwen2-vl", "qwen3-vl"]
+    rule: Rule
     min_pixels: int
     max_pixels: int
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
+    frames: int | None = None
     cap: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,12 +53,16 @@ class Footage(Config):
                 raise ConfigError(f"Footage: {least} {low} and {most} {high}", f"give 1 ≤ {least} ≤ {most}")
         if self.max_frames > MOST:
             raise ConfigError(f"Footage.max_frames is {self.max_frames:,}", f"give at most {MOST:,}")
+        if self.frames is not None and not 1 <= self.frames <= MOST:
+            raise ConfigError(f"Footage.frames is {self.frames:,}", f"give 1 … {MOST:,}, or leave it out")
         if self.cap is not None and self.cap < 1:
             raise ConfigError(f"Footage.cap is {self.cap}", "give at least one token, or leave it out")
 
     @classmethod
-    def usual(cls, rule: Literal["qwen2-vl", "qwen3-vl"], factor: int) -> "Footage":
-        """As the models were released, for tokens of factor × factor pixels."""
+    def usual(cls, rule: Rule, factor: int) -> "Footage":
+        """As the models were released, for tokens of factor × factor pixels; InternVL's, for tiles of as many."""
+        if rule == "internvl":  # with the eight frames of its authors' examples
+            return cls(rule=rule, min_pixels=factor**2, max_pixels=factor**2, min_frames=1, frames=8)
         if rule == "qwen2-vl":
             return cls(rule=rule, min_pixels=128 * factor**2, max_pixels=768 * factor**2, cap=128_000)
         return cls(rule=rule, min_pixels=64 * 64, max_pixels=24 * 1024**2, cap=768)
@@ -70,9 +80,13 @@ class Footage(Config):
             raise ConfigError(f"{fps} frames a second", "give a number above 0")
         if frames is not None and not 1 <= frames <= total:
             raise ConfigError(f"{frames} frames of a video that has {total:,}", f"ask for 1 … {total:,}")
+        if frames is None and fps is None and self.frames is not None:
+            frames = min(self.frames, total)
         wanted = seconds * (fps or self.fps)
-        if self.rule == "qwen3-vl":
+        if self.rule != "qwen2-vl":
             count = frames or min(max(int(wanted), self.min_frames), self.max_frames, total)
+            if self.rule == "internvl":
+                return [(2 * n + 1) * total // (2 * count) for n in range(count)]
             return np.linspace(0, total - 1, count).round().astype(int).tolist()
         if frames is None:
             frames = math.floor(min(max(wanted, self.min_frames), self.max_frames, total) / temporal) * temporal
@@ -85,6 +99,8 @@ class Footage(Config):
 
     def size(self, frames: int, height: int, width: int, *, patch: int, merge: int, temporal: int = 2) -> Size:
         """Height and width that so many frames of this size are brought to."""
+        if self.rule == "internvl":
+            return (self.side, self.side)
         factor, most = patch * merge, self.max_pixels
         floor = int(1.05 * self.min_pixels)
         if self.rule == "qwen2-vl":
@@ -95,6 +111,11 @@ class Footage(Config):
         if self.cap is not None:
             most = frames * max(min(self.cap * factor**2, most // frames), floor)
         return self._shared(frames, height, width, factor, most, temporal)
+
+    @property
+    def side(self) -> int:
+        """Of the square that InternVL reads of a frame."""
+        return math.isqrt(self.max_pixels)
 
     def _shared(self, frames: int, height: int, width: int, factor: int, most: int, temporal: int) -> Size:
         """Smart-resize of a whole video, rounded in float64 as the reference does."""
@@ -117,6 +138,8 @@ class Footage(Config):
 
     def told(self, about: About) -> "Footage":
         """With what a video processor's file says; what it leaves out stays."""
+        if self.rule == "internvl":
+            return self._told_parts(about)
         size = about.get("size") or {}
         if not isinstance(size, dict):
             raise CheckpointError(
@@ -130,8 +153,28 @@ class Footage(Config):
             return found.with_(cap=None)
         return found.with_(cap=about.get("max_video_tokens") or found.cap)
 
+    def _told_parts(self, about: About) -> "Footage":
+        shift = about.get("initial_shift")
+        if shift is not None and shift is not True:
+            raise CheckpointError(
+                f"initial_shift is {shift!r}", "only true is built: frames amid their parts of a video"
+            )
+        size, frames, fps = (about.get(key) for key in ("size", "num_frames", "fps"))
+        found = self if size is None else self.with_(min_pixels=side_of(size) ** 2, max_pixels=side_of(size) ** 2)
+        if fps is not None:
+            found = found.with_(fps=fps, frames=None)
+        return found if frames is None else found.with_(frames=frames)  # which goes first in theirs, too
+
     def words(self) -> About:
         """As such a file says it."""
+        if self.rule == "internvl":
+            return {
+                "video_processor_type": "InternVLVideoProcessor",
+                "size": {"height": self.side, "width": self.side},
+                **({"fps": self.fps} if self.frames is None else {"num_frames": self.frames}),
+                "do_sample_frames": True,
+                "initial_shift": True,
+            }
         return {
             "video_processor_type": "Qwen3VLVideoProcessor" if self.rule == "qwen3-vl" else "Qwen2VLVideoProcessor",
             "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},

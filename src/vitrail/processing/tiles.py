@@ -37,6 +37,12 @@ class Tiles(Policy, tag="tiles"):
         )
         return Cut(height=height, width=width, views=views, spans=tuple(whole(v, first=i) for i, v in enumerate(views)))
 
+    def film(self, frames: int) -> Cut:
+        """A video: each of so many frames a tile, squashed, and none of the whole behind them."""
+        [view] = self.with_(least=1, most=1).cut(self.tile, self.tile).views
+        spans = tuple(whole(view, first=n) for n in range(frames))
+        return Cut(height=self.tile, width=self.tile, views=(view,) * frames, spans=spans)
+
     def _best(self, height: int, width: int) -> Size:
         ratio, area = width / height, width * height
         best: Size = (1, 1)

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from vitrail.errors import TextError
+from vitrail.errors import ConfigError, TextError
 from vitrail.hub.configs import Found
 from vitrail.hub.families import FAMILIES
-from vitrail.hub.habit import Habit, marks_of, preset
-from vitrail.models.vlm import VLMConfig
+from vitrail.hub.habit import VIDEO, Habit, marks_of, preset
+from vitrail.models.looking import LookingVLM
+from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.processing.chat import ChatTemplate
 from vitrail.processing.text import Tokenizer
 
-__all__ = ["FILMED", "Habit", "around", "habit_of", "marks_of", "preset", "template_of", "whole"]
+__all__ = ["Habit", "around", "habit_of", "marks_of", "preset", "template_of", "unfilmed", "whole"]
 
 FILMED = tuple(name for name, row in FAMILIES.items() if row.videos)
 """Those that take videos."""
@@ -26,6 +27,21 @@ def habit_of(found: Found) -> Habit | None:
 def whole(config: Any) -> Any:
     """A config without what leaves tokens out: it is spoken to as if it read them all."""
     return config.with_(reduce=None) if isinstance(config, VLMConfig) else config
+
+
+def unfilmed(model: VLM | LookingVLM, habit: Habit | None) -> ConfigError:
+    """Why a model takes no videos, and what does."""
+    kin = [row for row in FAMILIES.values() if habit is not None and row.habit is habit]
+    name = kin[0].name if kin else type(model).__name__
+    if isinstance(model, VLM) and model.config.films is not None:
+        return ConfigError(
+            f"this {name} reads videos, and its tokenizer has no word for one",
+            f"use the one that came with the model, or add {VIDEO} to it as a special token",
+        )
+    return ConfigError(
+        f"this {name} reads pictures and no videos",
+        f"give its frames as pictures, or use a model that does: {', '.join(FILMED)}",
+    )
 
 
 def template_of(found: Found, tokenizer: Tokenizer, habit: Habit | None, named: str | None) -> ChatTemplate:

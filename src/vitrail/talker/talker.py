@@ -26,7 +26,7 @@ from vitrail.processing.text import Tokenizer
 from vitrail.stream import Part, Stream, build, words
 from vitrail.stream.build import FIELDS
 from vitrail.stream.pack import rows
-from vitrail.talker.habits import FILMED, Habit, around, habit_of, marks_of, template_of
+from vitrail.talker.habits import Habit, around, habit_of, marks_of, template_of, unfilmed
 from vitrail.talker.places import film
 from vitrail.talker.said import parts_of, place, shown_of, text_part
 from vitrail.talker.videos import Video, Watched, watch
@@ -54,7 +54,7 @@ class Talker:
         template: ChatTemplate,
         habit: Habit | None = None,
     ):
-        self.model, self.words, self.template = model.eval(), tokenizer, template
+        self.model, self.words, self.template, self.habit = model.eval(), tokenizer, template, habit
         self.marks = marks_of(model.config, tokenizer)
         self.tokens = {kind: tokenizer.token(id) for kind, id in self.marks.items()}  # what stands for each in a text
         end = None if habit is None else habit.end
@@ -226,10 +226,7 @@ class Talker:
     def _ids(self, said: Sequence[Message], shown: Counter[str]) -> list[int]:
         """The words, with a mark for everything shown."""
         if shown["video"] and "video" not in self.marks:
-            raise ConfigError(
-                f"this {type(self.model).__name__} reads pictures and no videos",
-                f"give its frames as pictures, or use a model that does: {', '.join(FILMED)}",
-            )
+            raise unfilmed(self.model, self.habit)
         self._check_order(said)
         ids = begun(self.template.encode(said, self.words, generate=True), self.words, self.marks["image"]).ids
         for kind, mark in self.marks.items():
@@ -262,7 +259,7 @@ class Talker:
         if not videos or not isinstance(self.model, VLM):
             return [], None
         films = [watch(one, self.model.config) for one in videos]
-        return films, self.model.packed([one.pixels for one in films])
+        return films, self.model.filmed([one.pixels for one in films])
 
     def _room(self, prompt: Prompt, wanted: int) -> int:
         """How many tokens the context has left; fewer than wanted are refused."""
@@ -318,7 +315,7 @@ class Talker:
                 parts += [words(ids[start:at] + self.before), *next(stills), words(self.after)]
                 start = at + 1
             elif id == self.marks.get("video"):
-                taken, start = film(ids, start, at, *next(clips), config, self.words)
+                taken, start = film(ids, start, at, *next(clips), config, self.words, (self.before, self.after))
                 parts += taken
         return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
 

@@ -23,6 +23,7 @@ from vitrail.processing.cut import RESAMPLE
 from vitrail.processing.footage import step_of
 from vitrail.processing.images import Source, load_image, to_array
 from vitrail.processing.preprocessing import blamed
+from vitrail.processing.resolution import Native, Tiles
 from vitrail.stream import patch_times
 
 HELD = 1 << 28  # bytes of frames in their own size that are held at once
@@ -71,10 +72,10 @@ def is_video(source: Any) -> bool:
 
 def watch(video: Video, config: VLMConfig) -> Watched:
     """The frames that a model reads of a video, in the size that it reads them."""
-    tower, films = config.tower, config.films
-    if films is None or not isinstance(tower, PackedViTConfig):
+    tower, policy, films = config.tower, config.policy, config.films
+    if films is None or not isinstance(policy, Native | Tiles):
         raise ConfigError(f"{type(tower).__name__} reads no videos", "give frames as pictures")
-    source, S = video.source, tower.temporal
+    source, S = video.source, tower.temporal if isinstance(tower, PackedViTConfig) else 1
     film = open_video(source) if isinstance(source, str | os.PathLike | bytes) else None
     times = np.asarray(video.seconds, dtype=np.float64) if film is None else film.seconds
     lasts = step_of(times.tolist()) * len(times) if film is None else film.duration
@@ -89,8 +90,8 @@ def watch(video: Video, config: VLMConfig) -> Watched:
         if (image.height, image.width) != size:
             raise DataError(f"a video with frames of {size} and {(image.height, image.width)} pixels", "give one size")
         # The same for all frames, so that a long video is brought to its size while it is decoded.
-        height, width = films.size(len(chosen), *size, patch=tower.patch, merge=tower.merge, temporal=S)
-        image = image.resize((width, height), RESAMPLE[config.policy.resample])
+        height, width = films.size(len(chosen), *size, patch=policy.patch, merge=policy.merge, temporal=S)
+        image = image.resize((width, height), RESAMPLE[policy.resample])
         frames.append(to_array(image, config.mean, config.std))
     frames += frames[-1:] * (-len(frames) % S)
     return Watched(torch.stack(frames), patch_times(times[chosen].tolist(), S), S * lasts / len(chosen))

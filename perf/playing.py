@@ -1,7 +1,7 @@
 """Frames a second of the worlds of recipes, as `vitrail play` draws them for one player on a CPU.
 
     python perf/playing.py --out results.json                     # both recipes
-    python perf/playing.py --out results.json --recipe untested/genie-pocket --threads 2
+    python perf/playing.py --out results.json --recipe genie-pocket --threads 2
 
 Random weights, whose frames take as long; the memory is full; one thread unless told, as in `vitrail play`. A frame is
 so many passes over its codes, one more that takes it into the memory, and the codec's decoder. `floor` is the time of
@@ -62,7 +62,7 @@ def measured(model: Genie) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", nargs="*", default=["untested/genie-pocket", "untested/genie-coinrun"])
+    parser.add_argument("--recipe", nargs="*", default=["genie-pocket", "genie-coinrun"])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

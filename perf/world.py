@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +141,13 @@ def recomputed(model: Genie, shape: Shape) -> float:
     return milliseconds(lambda: dynamics.code.logits(dynamics.hidden_states(ids, led, hidden)[:, -1:]), 3)
 
 
-def row(shape: Shape, copy: float, seconds: float = float("inf"), save: Save = lambda _: None) -> dict[str, Any]:
+def row(
+    shape: Shape,
+    copy: float,
+    seconds: float = float("inf"),
+    save: Save = lambda _: None,
+    ways: Collection[str] | None = None,
+) -> dict[str, Any]:
     """The figures of a model, which are saved as they come."""
     end = time.perf_counter() + seconds
     model = built(shape)
@@ -155,7 +162,8 @@ def row(shape: Shape, copy: float, seconds: float = float("inf"), save: Save = l
         f"{n} steps": {"floor_fps": 1000 / least[f"{n} steps_ms"], "recomputed_fps": 1000 / (n * whole)}
         for n in shape.steps
     }
-    for name, way in WAYS.items():
+    for name in ways or WAYS:
+        way = WAYS[name]
         for steps in shape.steps:
             begun = time.perf_counter()
             found: Any = timed(way, model, shape, steps, end - begun)
@@ -189,6 +197,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", choices=SHAPES, help="one of the shapes")
+    parser.add_argument("--steps", type=int, nargs="+", help="passes a frame, instead of 25 and 12")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="of drawing, instead of all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for each shape")
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
@@ -198,13 +208,14 @@ def main() -> None:
     for name, shape in shapes.items():
         if arguments.only not in (None, name):
             continue
+        shape = shape._replace(steps=tuple(arguments.steps or shape.steps))
 
         def save(figures: dict[str, Any], name: str = name) -> None:
             result[name] = figures
             record(arguments.out, result, *MEASURED)
 
         try:
-            save(row(shape, copy, arguments.seconds, save))
+            save(row(shape, copy, arguments.seconds, save, arguments.ways))
         except Exception as error:  # the other shape is measured all the same
             save(result.get(name, {}) | {"wrong": told(error)})
         print(json.dumps({name: result[name]}, indent=1), flush=True)

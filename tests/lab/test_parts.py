@@ -55,7 +55,7 @@ def test_a_question_without_a_picture_is_the_decoders():
 
 
 def test_a_world_is_shown_what_it_remembers():
-    config = recipe.read("untested/genie-coinrun").model_config()
+    config = recipe.read("genie-coinrun").model_config()
     with torch.device("meta"):
         model, own = Genie(config), Playing(config)
     one = ledger(config)
@@ -71,5 +71,5 @@ def test_named_on_the_command_line(capsys):
     app.command("vitrail.cli.ledger:ledger", name="ledger")
     app(["ledger", "mini", "--context", "20"], exit_on_error=False)
     assert "drawing" in capsys.readouterr().out
-    app(["ledger", "untested/genie-coinrun"], exit_on_error=False)
+    app(["ledger", "genie-coinrun"], exit_on_error=False)
     assert "tokens, a video" in capsys.readouterr().out

@@ -149,16 +149,16 @@ def test_three_stages_make_a_world_that_answers(tmp_path):
 
 
 def test_the_recipes_weights_fit_a_package():
-    made = Genie(recipe.read("untested/genie-coinrun").model_config())
+    made = Genie(recipe.read("genie-coinrun").model_config())
     size = sum(tensor.nbytes for _, tensor in packed(made.state_dict().items()))
     assert 14e6 < size < 15e6  # with what infers actions, which playing can do without
     assert made.codec.size == (64, 64) and made.config.codec.grid == (8, 8)
 
 
 def test_the_recipe_learns_actions_before_anything_is_made_of_them():
-    given = recipe.read("untested/genie-coinrun")
-    assert [stage.name for stage in given.stages] == ["actions", "codec", "dynamics"]
-    assert {(stage.batch, stage.workers) for stage in given.stages} == {(64, 8)}
+    given = recipe.read("genie-coinrun")
+    assert [stage.name for stage in given.stages] == ["actions", "codec", "dynamics", "further"]
+    assert {(stage.batch, stage.workers) for stage in given.stages} == {(64, 4)}
 
 
 def test_what_the_recipe_says_to_record_can_be_recorded(monkeypatch):
@@ -166,14 +166,14 @@ def test_what_the_recipe_says_to_record_can_be_recorded(monkeypatch):
     from vitrail.cli import data
     from vitrail.data.episodes import WORLDS, RecordConfig
 
-    head = (recipe.folder() / "untested" / "genie-coinrun.toml").read_text()
+    head = (recipe.folder() / "genie-coinrun.toml").read_text()
     (told,) = (line for line in head.splitlines() if line.startswith("#   vitrail data make"))
     seen = []
     monkeypatch.setattr(data, "_record", lambda *given: seen.append(given))
     data.app(told.split()[3:], result_action="return_value")
     ((world, out, episodes, _, side, _, options),) = seen
     manifest = RecordConfig(world=world, side=side, **options).manifest()
-    assert str(out) == recipe.read("untested/genie-coinrun").sources["played"].folder and episodes == 3600
+    assert str(out) == recipe.read("genie-coinrun").sources["played"].folder and episodes == 3600
     assert manifest.policy in WORLDS[world].policies and (manifest.policy, manifest.repeat) == ("strolling", 3)
 
 
@@ -181,7 +181,7 @@ LAYERED = ("codec.encoder", "codec.decoder", "latent.encoder", "latent.decoder",
 
 
 def test_the_recipe_learns_with_a_full_memory():
-    given = recipe.read("untested/genie-coinrun")
+    given = recipe.read("genie-coinrun")
     config = given.model_config()
     parts = (config.codec.encoder, config.codec.decoder, config.latent.encoder, config.latent.decoder)
     memory = config.dynamics.transformer.memory
@@ -196,7 +196,7 @@ def test_the_recipe_runs_and_what_comes_of_it_plays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record(RecordConfig(world="pocket", steps=12), Path("out/episodes/coinrun"), episodes=11, quiet=True)
     less = {f"model.config.{part}.layers": 1 for part in LAYERED}
-    given = recipe.read("untested/genie-coinrun", less | {"sources.unseen.length": 3, "sources.played.length": 3})
+    given = recipe.read("genie-coinrun", less | {"sources.unseen.length": 3, "sources.played.length": 3})
     made = recipe.train(recipe.tiny(given), tmp_path / "run", quiet=True)
     again = hub.load(tmp_path / "run" / "final")
     assert isinstance(again, Genie) and again.actions == 8
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused():
     assert DynamicsSettings().rate == (0.5, 1.0) and QuantizerWeights().commit == 0.25
 
 
-@pytest.mark.parametrize("name", ["untested/genie-coinrun", "untested/genie-pocket"])
+@pytest.mark.parametrize("name", ["genie-coinrun", "genie-pocket"])
 def test_the_recipes_normalise_queries_and_keys(name):
     config = recipe.read(name).model_config()
     nets = [config.codec.encoder, config.codec.decoder, config.dynamics.transformer]

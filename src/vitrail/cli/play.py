@@ -13,7 +13,7 @@ from vitrail.errors import CheckpointError, ConfigError
 WORLD = "mini-world"  # the world that ships with the package
 TRAIN = (
     "vitrail data make pocket-curtain -o out/episodes/curtain --episodes 1500 --steps 48 && "
-    "vitrail train untested/genie-pocket --out out/genie"
+    "vitrail train genie-pocket --out out/genie"
 )
 INSTEAD = f"train a world ({TRAIN}) and give out/genie/final, or play a simulator alone: vitrail play --world pocket"
 

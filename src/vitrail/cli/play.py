@@ -34,17 +34,17 @@ def play(
 ) -> None:
     """Play in a world model, in the browser.
 
-    Example: vitrail play out/genie/final --world coinrun --episodes out/episodes/coinrun
+    Example: vitrail play
 
-    Example: vitrail play --world pocket
+    Example: vitrail play out/genie/final --world coinrun --episodes out/episodes/coinrun
 
     The page is served to this machine alone, and asks nothing of any other. Ctrl-C ends it.
 
     Parameters
     ----------
     model
-        The folder of a world model. With neither this nor --world it is mini-world beside the simulator that it learned
-        from, where the package came with its weights.
+        The folder of a world model. With neither this nor --world it is mini-world, which ships, beside the simulator
+        that it learned from where that is installed.
     world
         A simulator to play beside the model under the same keys, or alone: pocket, coinrun, doom, … One that needs
         packages gets an environment of its own the first time.
@@ -78,6 +78,7 @@ def play(
         raise ConfigError(
             f"playing needs a server, and {error.name} is missing", "pip install 'vitrail[play]'"
         ) from None
+    from vitrail.data.episodes.remote import installed
     from vitrail.hub.configs import shipped
     from vitrail.play import Playground
     from vitrail.play.controls import choices
@@ -94,7 +95,11 @@ def play(
         _check(name)
     playground = None if name is None else Playground.load(name, device=device)
     if model is None and playground is not None and playground.controls is not None:
-        world = playground.controls.world
+        learned = playground.controls.world
+        if installed(learned):
+            world = learned
+        else:
+            print(f"beside its simulator, for which an environment is made once: vitrail play {name} --world {learned}")
     if playground is not None and episodes is not None:
         playground = playground.with_episodes(episodes)
     arcade = Arcade(

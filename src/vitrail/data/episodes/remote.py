@@ -154,13 +154,23 @@ def python_with(name: str, world: World) -> Path:
     """The interpreter that has a world's packages: this one, or that of an environment, made if need be."""
     if all(_here(package) for package in world.packages):
         return Path(sys.executable)
-    wanted = "\n".join((*world.packages, sys.version.split()[0]))
-    folder = home() / "worlds" / f"{world.file}-{hashlib.sha256(wanted.encode()).hexdigest()[:8]}"
+    folder = _environment(world)
     with _making:
         if not folder.is_dir():
             to_stderr(f"making an environment for {name} ({', '.join(world.packages)}; licence {world.licence})")
             _make(name, world, folder)
     return (folder / PYTHON).absolute()
+
+
+def installed(name: str) -> bool:
+    """Whether a world's simulator can be opened with nothing fetched."""
+    world = WORLDS[name]
+    return all(_here(package) for package in world.packages) or _environment(world).is_dir()
+
+
+def _environment(world: World) -> Path:
+    wanted = "\n".join((*world.packages, sys.version.split()[0]))
+    return home() / "worlds" / f"{world.file}-{hashlib.sha256(wanted.encode()).hexdigest()[:8]}"
 
 
 def _make(name: str, world: World, folder: Path) -> None:

@@ -3,7 +3,7 @@
     python perf/browser.py --out results.json                     # mini-world, 1, 2 and 3 passes a frame
     python perf/browser.py --out results.json --beside coinrun    # and its simulator in the same page
 
-Nothing is pressed: time goes on by itself, at the page's highest rate. Frames are counted by the page's own step number.
+Nothing is pressed: time goes on by itself, at the page's highest rate. Frames are counted by the page's step number.
 """
 
 import argparse

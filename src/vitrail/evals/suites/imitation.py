@@ -60,7 +60,7 @@ def play(simulator: Simulator, act: Act, seeds: Sequence[int], steps: int, repea
         chance, total = np.random.default_rng((seed, 1)), 0.0
         frame = simulator.reset(seed)["frame"]
         for _ in range(steps):
-            likely = act(torch.from_numpy(np.ascontiguousarray(frame)).movedim(-1, 0)[None])[0].double().numpy()
+            likely = act(torch.from_numpy(np.array(frame)).movedim(-1, 0)[None])[0].double().numpy()
             chosen = int(chance.choice(len(likely), p=likely / likely.sum()))
             seen, reward, ended = lasting(simulator, chosen, repeat)
             total += reward

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from vitrail.cli.play import WORLD
 from vitrail.cli.steps import steps
 from vitrail.errors import ConfigError
 
@@ -23,7 +24,8 @@ def demo(
     Example: vitrail demo --image photo.jpg -o out/demo
 
     The model draws, and a judge looks; it changes a drawing. Pictures become codes, and pictures again; the model says
-    what it sees, beside the truth where that is known. The page needs no network, and no other file.
+    what it sees, beside the truth where that is known; and the world that ships is played in. The page needs no
+    network, and no other file.
 
     Parameters
     ----------
@@ -43,6 +45,7 @@ def demo(
     from vitrail import tour
     from vitrail.hub.configs import shipped
     from vitrail.hub.files import read_json
+    from vitrail.play import Playground
     from vitrail.show.measured import Measured
     from vitrail.show.page import page
     from vitrail.studio import MINI, TRAIN, Studio
@@ -65,6 +68,8 @@ def demo(
         studio = Studio.load(model or MINI, device=device)
         with steps(tour.steps(pictures)) as step:
             sections = tour.tour(studio, pictures, seed, step, measured)
+            if model is None and WORLD in shipped():
+                sections.append(tour.played(Playground.load(WORLD, device=device), seed, step))
         sections += [] if measured is None else [measured.section()]
         title, lead = f"{Path(model or MINI).resolve().name} draws and reads", tour.lead(studio, measured)
     file, text = out / "index.html", page(title, lead, sections).encode("utf-8", "replace")

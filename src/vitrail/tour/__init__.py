@@ -10,13 +10,14 @@ from vitrail.tour.drawing import changed, draw, stages
 from vitrail.tour.judge import clear, ready_judge
 from vitrail.tour.reading import Shown, own, read, scenes, shown
 from vitrail.tour.step import Step
+from vitrail.tour.world import WALKS, played
 
-__all__ = ["Measured", "Shown", "Step", "lead", "scenes", "shown", "steps", "tour"]
+__all__ = ["Measured", "Shown", "Step", "lead", "played", "scenes", "shown", "steps", "tour"]
 
 
 def steps(pictures: Sequence[Shown]) -> int:
     """How many a tour has at most."""
-    return len(pictures) + len(DRAWINGS) + 4
+    return len(pictures) + len(DRAWINGS) + 4 + len(WALKS)
 
 
 def tour(

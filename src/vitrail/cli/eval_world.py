@@ -205,7 +205,7 @@ def _draw(path: Path, name: str, video: "torch.Tensor", drawn: "torch.Tensor") -
     from vitrail.show.sheet import Tile, draw_sheet
 
     far = drawn.shape[1]
-    times = [t for t in (1, 2, 4, 8, 16, 64, far) if t <= far]
+    times = sorted({t for t in (1, 2, 4, 8, 16, 64, far) if t <= far})
     tiles = []
     for real, imagined in zip(video[:4], drawn[:4], strict=True):
         for says, frames, first in (("real", real, 0), ("imagined", imagined, 1)):

@@ -128,12 +128,14 @@ def play(
 
 def _check(name: str) -> None:
     """Whether it is a world, before any weight is read."""
+    from vitrail.hub.configs import shipped
     from vitrail.ready import plays
 
+    instead = f"play {WORLD}, which ships; {INSTEAD}" if WORLD in shipped() else INSTEAD
     try:
         is_world = plays(name)
     except CheckpointError as error:
         there = os.path.exists(name)  # noqa: PTH110 (Path.exists fails on a name that is too long)
-        raise CheckpointError(error.problem, error.remedy if there else INSTEAD) from None
+        raise CheckpointError(error.problem, error.remedy if there else instead) from None
     if not is_world:
-        raise ConfigError(f"{name} is no world model", INSTEAD)
+        raise ConfigError(f"{name} is no world model", instead)

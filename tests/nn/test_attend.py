@@ -116,6 +116,24 @@ def test_cross_attention_routes_agree_and_the_blind_get_zeros():
     assert torch.equal(reference[2][1, 4], torch.zeros(2, 8))  # no gradient to the padding
 
 
+def test_no_kernel_is_given_a_query_that_sees_nothing(monkeypatch):
+    # CUDA's backward makes NaN of it, and so of every key's gradient; a CPU's does not, and would hide it.
+    fused, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(q, k, v, attn_mask=None, **more):
+        masks.append(attn_mask)
+        return fused(q, k, v, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    segments = torch.tensor([[0, 0, 1, 5, 5]])
+    plan = attention_plan(segments, key_segments=torch.tensor([[0, 1, 1, 9]]))
+    out = attend(*tensors(3, 5, 4, 2, 2, 8), plan, "sdpa")
+    assert masks[0].any(-1).all()
+    assert not out[:, 3:].any() and out[:, :3].all()
+    attend(*tensors(3, 5, 5, 2, 2, 8), attention_plan(segments), "sdpa")  # here each sees itself, and is left alone
+    assert torch.equal(masks[1].expand(3, 1, 5, 5)[0, 0], segments[0, :, None] == segments[0])
+
+
 # ---- blocks: packed samples give what they give alone -----------------------------------------------------------
 
 ROTARY = RotaryConfig(head_dim=16, layout="mrope", sections=(2, 3, 3))

@@ -76,6 +76,16 @@ def test_routes_agree_with_the_cpu(dtype, heads, lengths, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_words_that_see_no_picture_leave_every_gradient_a_number(dtype):
+    segments = torch.tensor([[0] * 3 + [1] * 70, [1] * 73])
+    plan = attention_plan(segments, key_segments=torch.tensor([[1] * 64, [1] * 64]))
+    inputs = [torch.randn(2, length, 6, 48).to(dtype) for length in (73, 64, 64)]
+    reference = run("plain", plan, inputs, "cpu", torch.float32)
+    for ours, theirs in zip(run("sdpa", plan, inputs, "cuda", dtype), reference, strict=True):
+        assert relative(ours, theirs) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_spans", [True, False])
 def test_no_gradient_crosses_a_segment(dtype, with_spans):
     segments, spans = stream((70, 130, 56), rows=1)

@@ -65,10 +65,11 @@ class Plan:
         def repeat(ids: Tensor | None) -> Tensor | None:
             return None if ids is None else ids.expand(rows, -1).contiguous()
 
+        segments = repeat(self.segments)
         return replace(
             self,
-            segments=repeat(self.segments),
-            key_segments=repeat(self.key_segments),
+            segments=segments,
+            key_segments=segments if self.key_segments is self.segments else repeat(self.key_segments),
             spans=repeat(self.spans),
             key_spans=repeat(self.key_spans),
             index=repeat(self.index),
@@ -132,6 +133,13 @@ class Plan:
         columns = [None if x is None else x[:, None, :] for x in (ks, kp)]
         seen = self.sees(q[:, :, None], k[None, None], rows[0], columns[0], rows[1], columns[1])
         return seen.expand(-1, queries, keys)[:, None]
+
+    def blind(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """(B or 1, 1, Q, 1) booleans, True where the query sees no key; None where each sees its own."""
+        if self.key_segments is self.segments:
+            return None
+        seen = self.mask(queries, keys, device)
+        return self._remember(("blind", queries, keys, device), lambda: ~seen.any(-1, keepdim=True))
 
     def block_mask(self, queries: int, keys: int, device: torch.device) -> Any:
         """The same rule as a flex-attention BlockMask: blocks nothing sees are skipped."""

@@ -1,6 +1,7 @@
 """A trainer that survives: killed anywhere, it goes on and ends with the same weights, bit for bit."""
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -366,6 +367,37 @@ def test_workers_leave_signals_to_the_run(tmp_path, monkeypatch):
     with pytest.raises(TrainError, match="SIGTERM after step 5"):
         trainer(tmp_path, stage(workers=1)).train()
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 5
+
+
+class Ring:
+    """Garbage that waits for a collector: a stage before left it, and its tensors lie on a GPU."""
+
+    def __init__(self, grave):
+        self.me, self.grave = self, grave
+
+    def __del__(self):
+        (self.grave / str(os.getpid())).touch()
+
+
+class Sweeping(list):
+    """A source whose reader collects garbage."""
+
+    def __getitem__(self, item):
+        gc.collect()
+        return super().__getitem__(item)
+
+
+def test_workers_do_not_collect_what_the_run_left(tmp_path):
+    gc.disable()
+    try:
+        Ring(tmp_path)
+        settings = stage(workers=1, mixture=Mixture(weights={"a": 1.0}))
+        source = {"a": Sweeping(SOURCES["a"])}
+        Trainer(settings, TextTask(model()), source, tmp_path / "run", seed=3, quiet=True).train()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert {path.name for path in tmp_path.iterdir()} == {"run", str(os.getpid())}
 
 
 def test_a_worker_that_dies_while_the_model_computes_is_said_plainly(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ follow from it. So the same command goes on after any death, and ends with the s
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -58,7 +59,9 @@ class _Numbers:
 
 
 def _unmoved(_worker: int) -> None:
-    """A signal to the whole group is for the run to answer: it ends the step, saves, and then the workers."""
+    """A signal to the whole group is for the run to answer: it ends the step, saves, and then the workers. What the run
+    left to be collected is for the run, too: tensors of a GPU, say, which a forked process dies of freeing."""
+    gc.freeze()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from data.formats.conftest import MAKERS
+from evals.test_suites_models import own
 from vitrail.cli import COMMANDS
 from vitrail.cli.eval import app
 from vitrail.errors import VitrailError
@@ -91,12 +92,25 @@ def test_by_likelihood(tmp_path, toy, capsys):
     assert (found["by"], found["prompt"]) == ("likelihood", "{question}")
 
 
+def test_captions_by_a_contrastive_model(tmp_path, toy, capsys):
+    own(tmp_path / "clip")
+    made, out = MAKERS["coco-captions"][1](tmp_path), tmp_path / "scores.json"
+    where = ("--data", made.path, "--pictures", made.options["pictures"], "--device", "cpu")
+    run("folder", "captions", *where, "--clip", tmp_path / "clip", "--out", out)
+    assert "RefCLIPScore" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    scores = {score["name"]: score for score in found["scores"]}
+    assert scores["CLIPScore"]["beside"].keys() == {"of another picture", "blind"}
+    assert found["clip"]["model"] == str(tmp_path / "clip") and found["clip"]["texts_cut"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("popes",), "did you mean 'pope'"),
         (("pope", "--data", "nowhere.json"), "nowhere.json does not exist"),
         (("pope", "--data", "{data}", "--boxes", "llava"), "pope has no option 'boxes'"),
+        (("pope", "--data", "{data}", "--clip", "folder"), "pope has no option 'clip'"),
         (("pope", "--data", "{data}", "--circular"), "no multiple choice"),
         (("pope", "--data", "{data}", "--by", "likelihood"), "no choice between options"),
         (("pope", "--data", "{data}", "--annotations", "x.json"), "has no option 'annotations'"),
@@ -123,6 +137,7 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch, words, said):
         ("captions", ("--tokenizer", "ptbs"), "did you mean 'ptb'"),
         ("captions", ("--tokenizer", "ptb"), "there is no java here"),
         ("captions", ("--meteor",), "there is no java here"),
+        ("captions", ("--clip", "nowhere"), "nowhere"),
         ("chair", ("--synonyms", "nowhere.txt"), r"nowhere\.txt does not exist"),
         ("gqa", (), "the answer to '07333408' is not known"),
         ("refcoco", ("--boxes", "qwenvl"), "did you mean 'qwen-vl'"),

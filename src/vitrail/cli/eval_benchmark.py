@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from vitrail.cli.eval_common import ASKED, Asked, device_of, tell, write_page
+from vitrail.cli.eval_common import ASKED, Asked, Common, device_of, how_read, open_embedder, tell, write_page
 from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.cli.written import check_written
 from vitrail.errors import ConfigError
@@ -33,6 +33,7 @@ def benchmark(
     boxes: str | None = None,
     tokenizer: str | None = None,
     meteor: Annotated[bool, Parameter(negative="")] = False,
+    clip: str | None = None,
     max_new: int | None = None,
     template: str | None = None,
     answers: Path | None = None,
@@ -79,6 +80,8 @@ def benchmark(
         Of captions: plain, or ptb, COCO's own, which needs Java.
     meteor
         Also METEOR, which needs Java.
+    clip
+        Of captions: a contrastive model, a folder or a hub id, to have CLIPScore and RefCLIPScore by.
     max_new
         Tokens of an answer at most.
     template
@@ -94,6 +97,7 @@ def benchmark(
     from vitrail.evals.suites import benchmarks
     from vitrail.evals.suites.answered import answers as answered
     from vitrail.evals.suites.likely import likely
+    from vitrail.evals.suites.scored.depicted import Depicted
     from vitrail.studio import load, talks
 
     row = benchmarks.benchmark(name)
@@ -101,7 +105,7 @@ def benchmark(
     scored: dict[str, Any] = {"mode": mode, "boxes": boxes, "tokenizer": tokenizer, "synonyms": synonyms}
     where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
     scored |= {"meteor": True} if meteor else {}
-    row.check(scored)
+    row.check(scored | ({} if clip is None else {"clip": clip}))
     samples = row.read(data, limit=limit, circular=circular, **where)
     # What cannot be asked, scored or written is said before the weights are read.
     check_written(common.out, "--out")
@@ -112,6 +116,7 @@ def benchmark(
     row.score(samples, [""] * len(samples), **scored)
     if by == "likelihood":
         _check_weighed(row, max_new)
+    seen = {} if clip is None else {"clip": Depicted(open_embedder(clip, Common(device=common.device)), samples)}
     asker = load(model, template=template, device=device_of(common), reduce=fewer.chosen)
     # A unified model has to see something.
     how: dict[str, Any] = {
@@ -129,12 +134,16 @@ def benchmark(
         return answered(asker, samples, lambda sample: row.question(sample, prompt), blind=blind, **how, **more)
 
     said, unseen = ask(blind=False), ask(blind=True) if blind else None
-    scores = row.score(samples, said, unseen, **scored)
+    scores = row.score(samples, said, unseen, **scored, **seen)
     asked = prompt or (row.weighed if by == "likelihood" else row.prompt)
     settings = {"data": data, "by": by, "prompt": asked, "limit": limit, "circular": circular, "max_new": max_new}
     settings = {**settings, **where, **scored, **fewer.plain}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    tell(name, model, plain, scores, common)
+    cut = ""
+    if clip is not None:
+        read, cut = how_read(seen["clip"].embedder)
+        plain["clip"] = {"model": clip, **read}
+    tell(name, model, plain, scores, common, cut)
     if page is not None:
         from vitrail.show.scored import examples_of
 

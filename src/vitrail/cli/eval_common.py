@@ -158,14 +158,19 @@ def show(
     suite: str, model: str, settings: dict[str, Any], scores: "Sequence[Score]", viewer: "Viewer", common: Common
 ) -> None:
     """What a suite of pictures and texts found: also how pictures were prepared, and how many texts were cut."""
+    more, said = how_read(viewer)
+    tell(suite, model, settings | more, scores, common, said)
+
+
+def how_read(viewer: "Viewer") -> tuple[dict[str, Any], str]:
+    """How a model was shown pictures and texts, as settings, and what is to be said of it."""
     cut: int = getattr(viewer, "cut", 0)  # of one that reads texts
-    more = {"pictures_prepared": viewer.preprocessing.plain(), "texts_cut": cut}
     said = ""
     if cut:
         config = viewer.model.config
         limit = getattr(config, "text", config).context
         said = f"{cut:,} texts were longer than the tower's {limit} tokens, and were cut"
-    tell(suite, model, settings | more, scores, common, said)
+    return {"pictures_prepared": viewer.preprocessing.plain(), "texts_cut": cut}, said
 
 
 def tell(

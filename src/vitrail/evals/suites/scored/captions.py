@@ -9,6 +9,7 @@ from vitrail.evals.metrics.java import meteor as by_meteor
 from vitrail.evals.metrics.java import ptb
 from vitrail.evals.shares import Score
 from vitrail.evals.suites.scored import Said, Values
+from vitrail.evals.suites.scored.depicted import MOST, Depicted
 from vitrail.evals.suites.sheets import Sheet, mean, measured
 
 
@@ -18,7 +19,9 @@ def consensus(sheet: Sheet, said: Said) -> Values:
     return told.cider(words, references).tolist()
 
 
-def captions(sheet: Sheet, said: Said, *, tokenizer: str = "plain", meteor: bool = False) -> list[Score]:
+def captions(
+    sheet: Sheet, said: Said, *, tokenizer: str = "plain", meteor: bool = False, clip: Depicted | None = None
+) -> list[Score]:
     words, references = _words(sheet, said, tokenizer)
     counts = told.bleu_counts(words, references)
     scores = [
@@ -29,6 +32,8 @@ def captions(sheet: Sheet, said: Said, *, tokenizer: str = "plain", meteor: bool
     for name, measure in rest.items():
         each = measure(words, references).tolist()
         scores.append(mean(name, each, sheet.pictures, most=10.0 if name == "CIDEr" else 1.0))
+    for name, each in ({} if clip is None else clip.scores(sheet, said)).items():
+        scores.append(mean(name, each, sheet.pictures, most=MOST[name]))
     return scores
 
 

@@ -19,7 +19,7 @@ from vitrail.models.rows import mark_of
 def test_two_stages_from_parts_of_others(atlas, monkeypatch, tmp_path):
     """QLIP's tower and a decoder of before, both as they were; first the connector alone, then the decoder too."""
     monkeypatch.setattr("vitrail.recipe.open_atlas", lambda name: atlas)
-    tower = recipe.read("untested/qlip-scenes").plain()["model"]["config"]
+    tower = recipe.read("qlip-scenes").plain()["model"]["config"]
     tower = shrunk(tower) | {"critic": None}
     tower["codec"]["net"]["decoder"] |= {"image": 4}
     torch.manual_seed(3)

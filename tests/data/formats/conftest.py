@@ -329,6 +329,47 @@ def images_csv(root: Path) -> Made:
     return Made(folder, {}, (write(folder / "metadata.csv", 'file_name,text\n1.png,"one, two"\n'),))
 
 
+def _clips(root: Path, *names: str) -> dict[str, Any]:
+    for name in names:
+        write(root / "clips" / name, b"not looked into")
+    return {"videos": root / "clips"}
+
+
+def charades(root: Path) -> Made:
+    said = "3MSZA 24.3 30.4##person turn a light on.\n3MSZA 24.3 30.4##person turn the light switch on.\n"
+    path = write(root / "charades_sta_test.txt", said + "AMT7R 4.3 12.5##a person is putting a picture on the wall.\n")
+    return Made(path, _clips(root, "3MSZA.mp4", "AMT7R.mkv"), (path,))
+
+
+def qvhighlights(root: Path) -> Made:
+    shared = {"duration": 150, "relevant_clip_ids": [0, 1], "saliency_scores": [[4, 1, 1], [4, 1, 1]]}
+    rows = [
+        shared | {"qid": qid, "query": query, "vid": "NUs_60.0_210.0", "relevant_windows": windows}
+        for qid, query, windows in ((2579, "A girl cooked.", [[82, 150]]), (9, "A ball.", [[0, 16], [20, 24.5]]))
+    ]
+    path = write(root / "highlight_val_release.jsonl", lines(rows))
+    return Made(path, _clips(root, "NUs_60.0_210.0.mp4"), (path,))
+
+
+def activitynet(root: Path) -> Made:
+    told = {
+        "duration": 82.73,
+        "timestamps": [[0.83, 19.86], [17.37, 60.81]],
+        "sentences": ["A woman walks. ", " She runs."],
+    }
+    path = write(root / "val_1.json", {"v_QOlSCBRmfWY": told, "v_ehGHCYKzyZ8": told})
+    return Made(path, _clips(root, "v_QOlSCBRmfWY.webm", "v_ehGHCYKzyZ8.mp4"), (path,))
+
+
+def needles(root: Path) -> Made:
+    write(root / "images" / "note.png", png())
+    rows = [
+        {"path": "note.png", "prompt": f"\nWhat is {what} on the note?", "answer": "B"} for what in ("first", "last")
+    ]
+    path = write(root / "dataset.json", rows)
+    return Made(path, {}, (path,))
+
+
 MAKERS = {  # name → its kind, and who writes it
     "llava": ("llava", llava),
     "coco-captions": ("coco-captions", coco_captions),
@@ -347,6 +388,10 @@ MAKERS = {  # name → its kind, and who writes it
     "hallusion": ("hallusion", hallusion),
     "winoground": ("winoground", winoground),
     "aro": ("aro", aro),
+    "charades-sta": ("charades-sta", charades),
+    "qvhighlights": ("qvhighlights", qvhighlights),
+    "activitynet-captions": ("activitynet-captions", activitynet),
+    "v-niah": ("v-niah", needles),
     "images": ("images", images),
     "images-metadata": ("images", images_metadata),
     "images-csv": ("images", images_csv),

@@ -89,10 +89,12 @@ def _parsing(path: Path, size: int) -> tqdm:
 
 
 class Folder(NamedTuple):
-    """Where a data set's pictures lie. Names that lead out of it are refused unless `anywhere`."""
+    """Where a data set's pictures lie. Names that lead out of it are refused unless `anywhere`; `option` is what it is
+    said with."""
 
     root: Path
     anywhere: bool = False
+    option: str = "pictures"
 
     def find(self, name: str, sample: str, what: str = "picture") -> Path:
         """The file that a sample names."""
@@ -111,12 +113,14 @@ class Folder(NamedTuple):
                 return path
         except (OSError, ValueError, RuntimeError) as error:  # too long, null byte, links in a circle
             raise DataError(f"{who} is no usable name: {error!s:.200}", "mend the name") from error
-        raise DataError(f"{who} is not in {self.root}", f"put it there, or say where {what}s lie with pictures=FOLDER")
+        raise DataError(
+            f"{who} is not in {self.root}", f"put it there, or say where {what}s lie with {self.option}=FOLDER"
+        )
 
 
-def folder_for(path: Path, pictures: str | Path | None, anywhere: bool) -> Folder:
-    """Where pictures lie: as said, else beside the file."""
+def folder_for(path: Path, pictures: str | Path | None, anywhere: bool, option: str = "pictures") -> Folder:
+    """Where pictures, or videos, lie: as said, else beside the file."""
     root = path.parent if pictures is None else Path(pictures)
     if not root.is_dir():
-        raise DataError(f"{root} is no folder", "give the folder of the pictures as pictures=FOLDER")
-    return Folder(root, anywhere)
+        raise DataError(f"{root} is no folder", f"give the folder of the {option} as {option}=FOLDER")
+    return Folder(root, anywhere, option)

@@ -16,6 +16,8 @@ from vitrail.data.formats.hallusion import open_hallusion
 from vitrail.data.formats.hubs import KINDS as COLUMNS
 from vitrail.data.formats.hubs import guess_columns, open_columns
 from vitrail.data.formats.llava import open_llava
+from vitrail.data.formats.moments import CHARADES, open_activitynet, open_charades, open_qvhighlights
+from vitrail.data.formats.needles import open_needles
 from vitrail.data.formats.pairs import open_aro, open_winoground
 from vitrail.data.formats.parquet import is_parquet
 from vitrail.data.formats.questions import open_gqa, open_textvqa, open_vqa
@@ -34,7 +36,7 @@ class Kind(NamedTuple):
 
 
 # Signs: `key` of an object, `list.key` of the rows of its lists, `*.key` of its values; `[].key` of a list's rows or of
-# JSON lines; `|column` of a table; `/…` of a folder. The first row that fits wins.
+# JSON lines; `|column` of a table; `##` of lines with a moment each; `/…` of a folder. The first row that fits wins.
 KINDS: dict[str, Kind] = {
     "llava": Kind(open_llava, ("[].conversations",)),
     "refcoco": Kind(open_refcoco, ("images annotations images.caption annotations.bbox",)),
@@ -52,6 +54,10 @@ KINDS: dict[str, Kind] = {
     "pope": Kind(open_pope, ("[].question_id [].image [].text [].label", "/pope")),
     "mmbench": Kind(open_mmbench, ("|index |question |image |A |B",)),
     "mme": Kind(open_mme, ("|index |question |image |answer", "/questions")),
+    "charades-sta": Kind(open_charades, ("##",)),
+    "qvhighlights": Kind(open_qvhighlights, ("[].qid [].query [].vid",)),
+    "activitynet-captions": Kind(open_activitynet, ("*.timestamps *.sentences",)),
+    "v-niah": Kind(open_needles, ("[].path [].prompt [].answer",)),
     "images": Kind(open_images, ("/metadata", "/picture")),
     "videos": Kind(open_videos, ("/video",)),
 }
@@ -137,6 +143,8 @@ def _file_signs(path: Path) -> Iterable[str]:
             yield from (f"[].{key}" for key in _keys(data.splitlines()[:1]))
             return
         yield from _object_signs(whole)
+    elif CHARADES.fullmatch(data.partition(b"\n")[0].decode("utf-8", "replace")):
+        yield "##"
     else:
         raise DataError(
             f"{path} begins with {data[:20]!r}", f"JSON, TSV or a folder was expected for {', '.join(KINDS)}"

@@ -58,8 +58,14 @@ class Sample:
     captions: tuple[str, ...] = ()
     label: str | None = None
     instances: tuple[Instance, ...] = ()
+    moments: tuple[tuple[float, float], ...] = ()  # start and end in the first video, in seconds
     size: tuple[int, int] | None = None  # height, width of the first picture, as the file claims
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[Path | bytes, ...]:
+        """Pictures, then videos."""
+        return (*self.pictures, *self.videos)
 
     def image(self, index: int = 0, **how: Any) -> Image.Image:
         """Picture number `index` as RGB; `how` goes to `load_image`."""

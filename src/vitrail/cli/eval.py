@@ -50,8 +50,8 @@ def evaluate(
         unified one; for world and imitation a world model.
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
-        benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, pope, mme, hallusionbench,
-        mmbench, winoground, aro, captions, chair or refcoco.
+        benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
+        hallusionbench, mmbench, winoground, aro, captions, chair or refcoco.
     words
         Options of the suite.
     """

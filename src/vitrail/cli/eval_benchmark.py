@@ -24,6 +24,7 @@ def benchmark(
     annotations: Path | None = None,
     instances: Path | None = None,
     synonyms: Path | None = None,
+    part: str | None = None,
     limit: int | None = None,
     prompt: str | None = None,
     blind: Annotated[bool, Parameter(negative="--no-blind")] = True,
@@ -46,8 +47,8 @@ def benchmark(
     Parameters
     ----------
     name
-        vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, pope, mme, hallusionbench, mmbench, winoground, aro, captions,
-        chair or refcoco.
+        vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme, hallusionbench, mmbench, winoground, aro,
+        captions, chair or refcoco.
     model
         A vision-language model or a unified one: a folder or a hub id.
     data
@@ -60,6 +61,8 @@ def benchmark(
         COCO's instances, for CHAIR.
     synonyms
         For CHAIR: a line a thing, its name and synonyms apart by commas.
+    part
+        Of OCR-VQA's own file, which holds all: train, val or test, which it is unless said.
     limit
         Samples at most, drawn alike from all; where several are scored together (both questions about a picture of
         MME, all orders of a choice), so many of those.
@@ -101,7 +104,7 @@ def benchmark(
     from vitrail.studio import load, talks
 
     row = benchmarks.benchmark(name)
-    where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "instances": instances}
+    where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "instances": instances, "part": part}
     scored: dict[str, Any] = {"mode": mode, "boxes": boxes, "tokenizer": tokenizer, "synonyms": synonyms}
     where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
     scored |= {"meteor": True} if meteor else {}

@@ -18,6 +18,7 @@ def compare(
     data: Path,
     pictures: Path | None = None,
     annotations: Path | None = None,
+    part: str | None = None,
     limit: int | None = None,
     circular: Annotated[bool, Parameter(negative="")] = False,
     mode: str | None = None,
@@ -44,6 +45,8 @@ def compare(
         The folder that its pictures lie in; beside the file unless said.
     annotations
         VQAv2's answers, which are a file of their own.
+    part
+        As it was when they were asked.
     limit
         As it was when they were asked.
     circular
@@ -61,7 +64,7 @@ def compare(
     from vitrail.evals.suites.compared import read
 
     row = benchmarks.benchmark(name)
-    where: dict[str, Any] = {"pictures": pictures, "annotations": annotations}
+    where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "part": part}
     scored: dict[str, Any] = {"mode": mode, "boxes": boxes}
     where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
     row.check(scored)
@@ -71,10 +74,10 @@ def compare(
     found = row.compare_parts(samples, one.answers, other.answers, **scored)
     print(f"first: {one.model} ({first})\nsecond: {other.model} ({second})")
     wide = max(len(part.title) for part in found)
-    for part in found:
-        print(f"{part.title:{wide}}  {part.first:6.1%}  {part.second:6.1%}  {part.paired}")
+    for line in found:
+        print(f"{line.title:{wide}}  {line.first:6.1%}  {line.second:6.1%}  {line.paired}")
     if out is not None:
-        about = {"suite": name, "data": str(data), "limit": limit, "circular": circular, **scored}
+        about = {"suite": name, "data": str(data), "limit": limit, "circular": circular, "part": part, **scored}
         table = [
             {
                 "part": part.title,

@@ -257,6 +257,30 @@ def ocrbench(root: Path) -> Made:
     return Made(path, {}, (path,))
 
 
+def ocrvqa(root: Path) -> Made:
+    for name in ("0761183272.jpg", "1445228777.png"):
+        write(root / "images" / name, png())
+    shared = {"title": "Mom's Family Wall Calendar 2016", "authorName": "Sandra Boynton", "genre": "Calendars"}
+    rows = {
+        "0761183272": shared
+        | {
+            "imageURL": "http://images.example/I/61Y5cOdHJbL.jpg",
+            "questions": ["Who wrote this book?", "Is this a games related book?"],
+            "answers": ["Sandra Boynton", "No"],
+            "split": 3,
+        },
+        "1445228777": shared
+        | {
+            "imageURL": "http://images.example/I/51ZPAVu1H8L.png",
+            "questions": ["What is the genre of this book?"],
+            "answers": ["Calendars"],
+            "split": 1,
+        },
+    }
+    path = write(root / "dataset.json", rows)
+    return Made(path, {"pictures": root / "images"}, (path,))
+
+
 def hallusion(root: Path) -> Made:
     write(root / "VS" / "chart" / "0_1.png", png())
     write(root / "VD" / "figure" / "0_0.png", png())
@@ -385,6 +409,7 @@ MAKERS = {  # name → its kind, and who writes it
     "chartqa": ("chartqa", chartqa),
     "docvqa": ("docvqa", docvqa),
     "ocrbench": ("ocrbench", ocrbench),
+    "ocrvqa": ("ocrvqa", ocrvqa),
     "hallusion": ("hallusion", hallusion),
     "winoground": ("winoground", winoground),
     "aro": ("aro", aro),

@@ -46,6 +46,11 @@ ROWS = {
         {"dataset": "IIIT5K", "question": "what is written?", "question_type": "Regular Text", "answer": ["CENTRE"],
          "image": CARD},
     ],
+    "ocrvqa": [  # howard-hou's
+        {"image": CARD, "image_id": "0761183272", "questions": ["Who wrote this book?"], "answers": ["Sandra Boynton"],
+         "ocr_tokens": ["MOM'S"], "title": "Calendar", "authorName": "Sandra Boynton", "genre": "Calendars",
+         "image_width": 8, "image_height": 6, "image_url": "http://x/y.jpg", "set_name": "test"},
+    ],
     "pope": [
         {"id": str(n), "question_id": "1", "question": "Is there a card in the image?", "answer": "yes",
          "image_source": "COCO_1", "image": CARD, "category": split}
@@ -106,6 +111,7 @@ def test_each_is_known_by_its_columns_and_read(tmp_path, kind):
     [
         ("vqav2", ["two"], 1, ["ten"]), ("textvqa", ["nous"], 1, ["us"]), ("docvqa", ["975.00"], 1, ["a lot"]),
         ("chartqa", ["14"], 1, ["12"]), ("ocrbench", ["a CENTRE"], 1, ["left"]),
+        ("ocrvqa", ["sandra boynton "], 1, ["Sandra Boynton."]),
         ("pope", ["yes", "yes"], 1, ["no", "no"]), ("mme", ["yes", "no"], 200, ["no", "yes"]),
         ("hallusionbench", ["yes", "yes"], 1, ["no", "no"]), ("mmbench", ["B"], 1, ["A"]),
         ("refcoco", ['{"bbox_2d": [0, 1, 3, 3]}'], 1, ['{"bbox_2d": [4, 1, 6, 3]}']),
@@ -129,6 +135,22 @@ def test_they_say_what_their_own_files_say(tmp_path, make, kind):
     other = open_format(kind, write(tmp_path / "test.parquet", rows))
     for a, b in zip(open_format(kind, made.path, **made.options), other, strict=True):
         assert replace(a, pictures=b.pictures) == b and len(a.pictures) == len(b.pictures)
+
+
+def test_a_row_may_ask_several_questions(tmp_path, make):
+    """OCR-VQA's rows are covers: the same samples as of its own file, and a picture each."""
+    made = make("ocrvqa")
+    covers = json.loads(made.path.read_text()).items()
+    rows = [
+        {"image": CARD, "image_id": name, **{key: row[key] for key in row if key not in ("imageURL", "split")}}
+        for name, row in covers
+    ]
+    other = open_format("ocrvqa", write(tmp_path / "test.parquet", rows))
+    for a, b in zip(open_format("ocrvqa", made.path, part="all", **made.options), other, strict=True):
+        assert replace(a, pictures=b.pictures) == b and b.pictures == (CARD["bytes"],)
+    rows[1]["answers"] = []
+    with pytest.raises(DataError, match=r"row 1: cover 1445228777 has 1 questions and 0 answers"):
+        open_format("ocrvqa", write(tmp_path / "other.parquet", rows))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import DataError
-from vitrail.evals.metrics.answers import anls, edits, exact, holds, normal, relaxed, soft
+from vitrail.evals.metrics.answers import anls, edits, exact, holds, normal, relaxed, soft, verbatim
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,21 @@ def test_exact_and_holds():
     assert holds("The sign says: Centre", ["CENTRE"]) == 1 and holds("cent", ["centre"]) == 0
     assert holds("y = x^2", ["x ^ 2"]) == 0 and holds("y = x^2", ["x ^ 2"], formula=True) == 1
     assert holds("X^2", ["x ^ 2"], formula=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "truths", "value"),
+    [  # what process_line(…, method="accuracy") of VLMEvalKit gives, and hit_calculate its maximum of
+        ("Sandra Boynton", ["Sandra Boynton"], 1.0),
+        (" sandra boynton\n", ["Sandra Boynton "], 1.0),
+        ("Sandra Boynton.", ["Sandra Boynton"], 0.0),
+        ("by Sandra Boynton", ["Sandra Boynton"], 0.0),
+        ("no", ["No"], 1.0),
+        ("2016", ["2016", "the year 2016"], 1.0),
+        ("two", ["2"], 0.0),
+        ("", ["No"], 0.0),
+    ],
+)
+def test_verbatim_as_vlmevalkit(said, truths, value):
+    assert verbatim(said, truths) == value
+    assert exact(said, truths) >= value  # which leaves a full stop out

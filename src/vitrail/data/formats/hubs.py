@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vitrail.data.formats import hallusion
+from vitrail.data.formats.documents import Cover
 from vitrail.data.formats.files import Id, folder_for
 from vitrail.data.formats.masks import Instance
 from vitrail.data.formats.parquet import Table, is_parquet
 from vitrail.data.formats.sample import Sample, Samples, asked
+from vitrail.data.formats.texts import ArcColumns, HellaSwag, Piqa, Siqa, WinoGrande
 from vitrail.data.formats.yesno import yes_or_no
 from vitrail.errors import ConfigError, DataError
 
@@ -91,6 +93,15 @@ class _OcrBench(msgspec.Struct):
     def sample(self, shown: Shown) -> Sample:
         answers = self.answer if isinstance(self.answer, list) else [self.answer]
         return _question("", shown, self.question, answers, dataset=self.dataset, type=self.question_type)
+
+
+class _OcrVqa(Cover, rename={"author": "authorName"}):
+    """Of one cover several questions."""
+
+    image_id: Id
+
+    def each(self) -> list[Any]:
+        return self.asked(str(self.image_id))
 
 
 class _YesNo(msgspec.Struct):
@@ -216,11 +227,17 @@ KINDS: dict[str, _Kind] = {
     "textvqa": _Kind(_TextVqa, "question_id question image_classes image"),
     "vqa": _Kind(_Vqa, "question_id question question_type image"),
     "ocrbench": _Kind(_OcrBench, "dataset question question_type answer image"),
+    "ocrvqa": _Kind(_OcrVqa, "image_id questions answers image"),
     "mmbench": _Kind(None, "question image"),
     "pope": _Kind(_Pope, "question_id question answer image_source category image"),
     "mme": _Kind(_Mme, "question_id question answer category image"),
     "chartqa": _Kind(_ChartQa, "type question answer image"),
     "coco-captions": _Kind(_Captioned, "image"),
+    "arc": _Kind(ArcColumns, "id question choices answerKey", ()),
+    "hellaswag": _Kind(HellaSwag, "activity_label ctx_a ctx_b endings", ()),
+    "piqa": _Kind(Piqa, "goal sol1 sol2", ()),
+    "siqa": _Kind(Siqa, "context question answerA answerB answerC", ()),
+    "winogrande": _Kind(WinoGrande, "sentence option1 option2", ()),
 }
 _OPTIONS = ({"A", "B"}, {"choice_a", "choice_b"}, {"options"}, {"choices"})
 _CAPTIONS = ("answer", "caption", "annotations_captions")
@@ -262,23 +279,28 @@ def open_columns(
     if pictures is not None and kind != "gqa":
         raise ConfigError(f"the pictures of {path} lie in it", "leave `pictures` out")
     find = _apart(path, pictures, anywhere, picture) if kind == "gqa" else partial(_inside, table, row.pictures)
-    rows = [_parsed(row.row, table, n) for n in range(len(table))]
+    rows = [(n, one) for n in range(len(table)) for one in _parsed(row.row, table, n)]
     # Ids are made of words alone, so that no picture is read to number the samples.
-    ids = _distinct([_made(table, n, one, ()).id for n, one in enumerate(rows)])
+    ids = _distinct([_made(table, n, one, ()).id for n, one in rows])
 
-    def make(n: int) -> Sample:
-        return replace(_made(table, n, rows[n], find(n, rows[n])), id=ids[n])
+    def make(number: int) -> Sample:
+        n, one = rows[number]
+        return replace(_made(table, n, one, find(n, one)), id=ids[number])
 
     return Samples(kind, path, range(len(rows)), make)
 
 
-def _parsed(kind: Any, table: Table, n: int) -> Any:
+def _parsed(kind: Any, table: Table, n: int) -> list[Any]:
+    """What a row says: one sample, or `each` of several."""
     if kind is None:
-        return table[n]
+        return [table[n]]
     try:
-        return msgspec.convert(table[n], kind, strict=False)
+        row = msgspec.convert(table[n], kind, strict=False)
+        return row.each() if hasattr(row, "each") else [row]
     except msgspec.ValidationError as error:
         raise DataError(f"{table.path}, row {n}: {error}", "check that it is the data set you think") from error
+    except DataError as error:
+        raise DataError(f"{table.path}, row {n}: {error.problem}", error.remedy) from error
 
 
 def _made(table: Table, n: int, row: Any, shown: Shown) -> Sample:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vitrail.data.formats.coco import open_captions, open_instances
-from vitrail.data.formats.documents import open_chartqa, open_docvqa, open_ocrbench
+from vitrail.data.formats.documents import open_chartqa, open_docvqa, open_ocrbench, open_ocrvqa
 from vitrail.data.formats.files import decode, read_bytes
 from vitrail.data.formats.folders import METADATA, PICTURES, VIDEOS, open_images, open_videos
 from vitrail.data.formats.hallusion import open_hallusion
@@ -45,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "vqa": Kind(open_vqa, ("questions questions.question questions.image_id",)),
     "textvqa": Kind(open_textvqa, ("data data.question data.image_id",)),
     "gqa": Kind(open_gqa, ("*.question *.imageId",)),
+    "ocrvqa": Kind(open_ocrvqa, ("*.questions *.answers *.imageURL",)),
     "docvqa": Kind(open_docvqa, ("data data.questionId data.question data.image",)),
     "chartqa": Kind(open_chartqa, ("[].imgname [].query [].label",)),
     "ocrbench": Kind(open_ocrbench, ("[].image_path [].question [].answers",)),

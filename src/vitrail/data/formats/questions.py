@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from vitrail.data.formats.files import Folder, Id, folder_for, read_json
 from vitrail.data.formats.sample import Sample, Samples, asked, refuse_twins
 from vitrail.errors import ConfigError, DataError
+
+_T = TypeVar("_T")
 
 
 class Question(NamedTuple):
@@ -141,28 +143,33 @@ class _Key(str):
     """Read through a hook, so that a key that comes twice is noticed."""
 
 
-def open_gqa(
-    path: Path, *, pictures: str | Path | None = None, anywhere: bool = False, picture: str = "{id}.jpg"
-) -> Samples:
-    """GQA's questions: one object, by question id."""
-    folder = folder_for(path, pictures, anywhere)
+def read_by_id(path: Path, kind: type[_T]) -> dict[str, _T]:
+    """One object with a row for every id."""
     keys: list[str] = []
 
     def note(kind: type, key: Any) -> Any:
         keys.append(key)
         return kind(key)
 
-    file: dict[str, _Gqa] = read_json(path, dict[_Key, _Gqa], dec_hook=note)
+    file: dict[str, _T] = read_json(path, dict[_Key, kind], dec_hook=note)
     refuse_twins(keys, path)
+    return {str(name): row for name, row in file.items()}
+
+
+def open_gqa(
+    path: Path, *, pictures: str | Path | None = None, anywhere: bool = False, picture: str = "{id}.jpg"
+) -> Samples:
+    """GQA's questions: one object, by question id."""
+    folder = folder_for(path, pictures, anywhere)
     rows = [
         Question(
-            id=str(name),
+            id=name,
             picture=_named(picture, id=row.picture),
             question=row.question,
             answers=() if row.answer is None else (row.answer,),
             notes={"full_answer": row.full, "balanced": row.balanced, "types": row.types},
         )
-        for name, row in file.items()
+        for name, row in read_by_id(path, _Gqa).items()
     ]
     return numbered("gqa", path, rows, folder)
 

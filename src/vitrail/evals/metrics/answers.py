@@ -1,6 +1,7 @@
 """Short answers to questions about pictures, each held against the right ones: 0 … 1.
 
-`exact` is GQA's, `soft` VQAv2's and TextVQA's, `anls` DocVQA's, `relaxed` ChartQA's, `holds` OCRBench's.
+`exact` is GQA's, `verbatim` OCR-VQA's, `soft` VQAv2's and TextVQA's, `anls` DocVQA's, `relaxed` ChartQA's, `holds`
+OCRBench's.
 """
 
 import re
@@ -45,6 +46,11 @@ def normal(text: str) -> str:
 def exact(answer: str, truths: Sequence[str]) -> float:
     """Whether it is one of the right answers, whatever the case and with or without a full stop."""
     return float(_plain(answer) in {_plain(truth) for truth in truths})
+
+
+def verbatim(answer: str, truths: Sequence[str]) -> float:
+    """The same, and a full stop counts: VLMEvalKit's and Qwen-VL's rule for OCR-VQA."""
+    return float(answer.strip().lower() in {truth.strip().lower() for truth in truths})
 
 
 def soft(answer: str, truths: Sequence[str], *, as_script: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""Short answers: VQAv2, TextVQA, GQA, DocVQA, ChartQA, OCRBench."""
+"""Short answers: VQAv2, TextVQA, GQA, DocVQA, ChartQA, OCRBench, OCR-VQA."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,6 +11,10 @@ from vitrail.evals.suites.sheets import Sheet, commonest, parted
 
 def exactly(sheet: Sheet, said: Said) -> Values:
     return [short.exact(answer, truths) for answer, truths in zip(said, sheet.truths, strict=True)]
+
+
+def verbatim(sheet: Sheet, said: Said) -> Values:
+    return [short.verbatim(answer, truths) for answer, truths in zip(said, sheet.truths, strict=True)]
 
 
 def softly(sheet: Sheet, said: Said, *, as_script: bool = False) -> Values:

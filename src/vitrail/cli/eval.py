@@ -51,7 +51,8 @@ def evaluate(
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
-        hallusionbench, mmbench, winoground, aro, captions, chair or refcoco.
+        hallusionbench, mmbench, winoground, aro, captions, chair, refcoco,
+        charades, qvhighlights or activitynet.
     words
         Options of the suite.
     """

@@ -21,6 +21,7 @@ def benchmark(
     *,
     data: Path,
     pictures: Path | None = None,
+    videos: Path | None = None,
     annotations: Path | None = None,
     instances: Path | None = None,
     synonyms: Path | None = None,
@@ -36,6 +37,8 @@ def benchmark(
     meteor: Annotated[bool, Parameter(negative="")] = False,
     clip: str | None = None,
     max_new: int | None = None,
+    frames: int | None = None,
+    fps: float | None = None,
     template: str | None = None,
     answers: Path | None = None,
     page: Path | None = None,
@@ -48,13 +51,15 @@ def benchmark(
     ----------
     name
         vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme, hallusionbench, mmbench, winoground, aro,
-        captions, chair or refcoco.
+        captions, chair, refcoco, charades, qvhighlights or activitynet.
     model
         A vision-language model or a unified one: a folder or a hub id.
     data
         The benchmark's own file, or folder (POPE's three files, MME), or the parquet of a hub.
     pictures
         The folder that its pictures lie in; beside the file unless said.
+    videos
+        The folder that its videos lie in; beside the file unless said.
     annotations
         VQAv2's answers, which are a file of their own.
     instances
@@ -87,6 +92,10 @@ def benchmark(
         Of captions: a contrastive model, a folder or a hub id, to have CLIPScore and RefCLIPScore by.
     max_new
         Tokens of an answer at most.
+    frames
+        How many frames are read of each video.
+    fps
+        How many frames are read of each second of a video; as the model's folder says, unless given.
     template
         A chat template by name instead of the folder's own.
     answers
@@ -106,6 +115,7 @@ def benchmark(
     row = benchmarks.benchmark(name)
     where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "instances": instances, "part": part}
     scored: dict[str, Any] = {"mode": mode, "boxes": boxes, "tokenizer": tokenizer, "synonyms": synonyms}
+    where |= {"videos": videos}
     where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
     scored |= {"meteor": True} if meteor else {}
     row.check(scored | ({} if clip is None else {"clip": clip}))
@@ -115,6 +125,9 @@ def benchmark(
     check_written(answers, "--answers")
     check_written(page, "--page")
     samples.check()
+    if samples.skipped:
+        print(samples)
+    read = _read(model, bool(samples[0].videos), frames, fps)
     row.question(samples[0], prompt)
     row.score(samples, [""] * len(samples), **scored)
     if by == "likelihood":
@@ -132,15 +145,19 @@ def benchmark(
     def ask(blind: bool) -> list[str]:
         if by == "likelihood":
             return likely(asker.likelihoods, row, samples, prompt=prompt, blind=blind, **how)
-        more = {"together": asker.answers if talks(model) else asker.ask}
-        more |= {} if max_new is None else {"max_new": max_new}
+        more: dict[str, Any] = {} if max_new is None else {"max_new": max_new}
+        if blind or not samples[0].videos:
+            more["together"] = asker.answers if talks(model) else asker.ask
+        else:  # which are asked about one at a time
+            more |= read
         return answered(asker, samples, lambda sample: row.question(sample, prompt), blind=blind, **how, **more)
 
     said, unseen = ask(blind=False), ask(blind=True) if blind else None
     scores = row.score(samples, said, unseen, **scored, **seen)
     asked = prompt or (row.weighed if by == "likelihood" else row.prompt)
     settings = {"data": data, "by": by, "prompt": asked, "limit": limit, "circular": circular, "max_new": max_new}
-    settings = {**settings, **where, **scored, **fewer.plain}
+    settings = {**settings, **where, **scored, **read, **fewer.plain}
+    settings |= {"skipped": samples.skipped} if samples.skipped else {}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     cut = ""
     if clip is not None:
@@ -153,6 +170,20 @@ def benchmark(
         questions = [row.question(sample, prompt) for sample in samples]
         examples = examples_of(row, samples, questions, said, unseen, **scored)
         write_page(page, name, model, plain, scores, examples, common)
+
+
+def _read(model: str, filmed: bool, frames: int | None, fps: float | None) -> dict[str, Any]:
+    """How much of each video is read, where that is said."""
+    from vitrail.studio import talks
+
+    read = {name: value for name, value in (("frames", frames), ("fps", fps)) if value is not None}
+    if read and not filmed:
+        raise ConfigError("--frames and --fps are of videos, and there is none", "leave them out")
+    if len(read) > 1:
+        raise ConfigError("--frames and --fps both say how many frames are read", "give one of the two")
+    if filmed and not talks(model):
+        raise ConfigError("a unified model reads no videos", "give a model that does, such as a Qwen3-VL")
+    return read
 
 
 def _check_weighed(row: "Benchmark", max_new: int | None) -> None:

@@ -17,6 +17,7 @@ def compare(
     *,
     data: Path,
     pictures: Path | None = None,
+    videos: Path | None = None,
     annotations: Path | None = None,
     part: str | None = None,
     limit: int | None = None,
@@ -43,6 +44,8 @@ def compare(
         The benchmark's own file, or folder, that both were asked from.
     pictures
         The folder that its pictures lie in; beside the file unless said.
+    videos
+        The folder that its videos lie in; beside the file unless said.
     annotations
         VQAv2's answers, which are a file of their own.
     part
@@ -66,6 +69,7 @@ def compare(
     row = benchmarks.benchmark(name)
     where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "part": part}
     scored: dict[str, Any] = {"mode": mode, "boxes": boxes}
+    where |= {"videos": videos}
     where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
     row.check(scored)
     check_written(out, "--out")

@@ -15,6 +15,7 @@ from vitrail.show.page import Html, Section, code, figure, heading, lines, marke
 
 EACH = 6  # examples under one heading
 SIDE = 256  # pixels of an example's longer side
+FRAMES = 4  # that are shown of a video
 UNDER = {"right": "Right", "wrong": "Wrong", "unread": "Not read", "": "Some answers"}
 
 
@@ -98,8 +99,15 @@ def examples_of(
             told += [f"right: {truth}"] if (truth := _truth(sample)) else []
             told += [f"scored {value:.2f}"] if value is not None and value not in (0.0, 1.0) else []
             told += [f"without the picture: {unseen[n] or '(nothing)'}"] if unseen is not None else []
-            made.append(Example(title, [sample.image(i) for i in range(len(sample.pictures))], told))
+            made.append(Example(title, _pictures(sample), told))
     return made
+
+
+def _pictures(sample: Sample) -> list[Image.Image]:
+    """Those of a sample, and some frames of its videos."""
+    films = (sample.film(i).sample(count=FRAMES) for i in range(len(sample.videos)))
+    stills = [sample.image(i) for i in range(len(sample.pictures))]
+    return [*stills, *(Image.fromarray(frame) for film in films for frame in film.frames)]
 
 
 def _truth(sample: Sample) -> str:
@@ -109,6 +117,8 @@ def _truth(sample: Sample) -> str:
         return " / ".join(list(dict.fromkeys(sample.answers))[:3])
     if sample.captions:
         return sample.captions[0]
+    if sample.moments:
+        return ", ".join(f"{start:g} - {end:g} s" for start, end in sample.moments)
     return ", ".join(f"{x:.0f}" for x in sample.instances[0].box) if sample.instances else ""
 
 

@@ -61,7 +61,7 @@ def answers(
     **how: Any,
 ) -> list[str]:
     """One answer a sample. `batch` of them are asked at a time by `together`; where that cannot be, each by itself.
-    `blind` asks without its pictures: what is shown where there are none is `nothing`, or a blank picture for a model
+    `blind` asks without its pictures and videos: what is shown where there are none is `nothing`, or a blank picture for a model
     that must see one. `keep` is a file of JSON lines that answers are added to as they come; what it already holds of
     the same model, question, pictures and `how` is not asked again. `how` goes to the model."""
 
@@ -117,7 +117,7 @@ def asked_of(
             some.clear()
 
         for n, sample in enumerate(progress(samples, "blind" if blind else "answers")):
-            text, shown = question(sample), () if blind else sample.pictures
+            text, shown = question(sample), () if blind else sample.shown
             key = tuple(map(key_of, shown))
             asked = Row(model=model, id=sample.id, question=text, pictures=key, blind=blind, how=how, answer="")
             if (row := known.get(_key(asked))) is not None:

@@ -13,7 +13,7 @@ from vitrail.evals.metrics.chair import COCO_PHRASES, Things
 from vitrail.evals.metrics.choice import turned
 from vitrail.evals.metrics.paired import Paired, paired
 from vitrail.evals.shares import Score
-from vitrail.evals.suites.scored import aro, boxes, captions, choices, short, yesno
+from vitrail.evals.suites.scored import aro, boxes, captions, choices, moments, short, yesno
 from vitrail.evals.suites.sets import some_of
 from vitrail.evals.suites.sheets import Sheet
 
@@ -23,6 +23,8 @@ YES_NO = "{question}\nPlease answer yes or no."
 LETTER = "{question}\n{choices}\nAnswer with the option's letter from the given choices directly."
 FITS = "Which caption fits the picture?"
 CAPTION = "Provide a one-sentence caption for the picture."
+WHEN = """When does this happen in the video: {question}
+Answer with its start and end in seconds, in the form: start - end seconds"""
 
 Guess = Callable[[Sheet], list[str]]
 
@@ -273,6 +275,12 @@ def _chair(sheet: Sheet, said: Sequence[str], *, synonyms: str | Path | Things) 
 
 _YES = {"always yes": yesno.always_yes}
 _ANOTHER = {"of another picture": captions.of_another}
+_SPANS = {"whole video": moments.whole, "middle half": moments.middle_half, "majority": moments.majority}
+
+
+def _when(kind: str) -> Benchmark:
+    return Benchmark(kind, WHEN, moments.localised, moments.overlaps, _SPANS, unread=moments.unread)
+
 
 BENCHMARKS: dict[str, Benchmark] = {
     "vqav2": Benchmark(
@@ -321,4 +329,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "refcoco", 'Locate "{question}" and give its box as JSON: {{"bbox_2d": [x1, y1, x2, y2]}}', boxes.located,
         boxes.overlaps, {}, unread=boxes.unread,
     ),
+    "charades": _when("charades-sta"),
+    "qvhighlights": _when("qvhighlights"),
+    "activitynet": _when("activitynet-captions"),
 }  # fmt: skip

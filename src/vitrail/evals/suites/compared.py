@@ -49,5 +49,5 @@ def read(path: Path, samples: Sequence[Sample], model: str | None = None) -> Kep
 
 def _about(row: Row, sample: Sample) -> bool:
     """Whether it is the answer to this. Pictures may lie elsewhere now, and questions be in another prompt."""
-    shown = tuple(Path(key).name for key in row.pictures) == tuple(Path(key_of(one)).name for one in sample.pictures)
+    shown = tuple(Path(key).name for key in row.pictures) == tuple(Path(key_of(one)).name for one in sample.shown)
     return shown and (not sample.turns or sample.turns[0].text in row.question)

@@ -34,7 +34,7 @@ class Sheet:
         kept, pictures = [], []
         for sample in samples:
             kept.append(replace(sample, pictures=()))
-            pictures.append(tuple(map(key_of, sample.pictures)) or sample.id)
+            pictures.append(tuple(map(key_of, sample.shown)) or sample.id)
         if not kept:
             raise DataError("nothing to score", "give at least one sample")
         return cls(kept, pictures)

@@ -8,6 +8,7 @@ from data.formats.conftest import MAKERS, png, tsv, write
 from vitrail.data.formats import Sample
 from vitrail.errors import ConfigError, DataError
 from vitrail.evals.metrics.chair import Things
+from vitrail.evals.metrics.moments import write_span
 from vitrail.evals.shares import Share
 from vitrail.evals.suites.answered import answers
 from vitrail.evals.suites.benchmarks import BENCHMARKS, benchmark
@@ -16,7 +17,9 @@ from vitrail.evals.suites.sheets import Sheet, mean
 
 
 @pytest.fixture
-def opened(tmp_path):
+def opened(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrail.evals.suites.scored.moments._filmed", lambda video: 60.0)  # the files are no videos
+
     def read(name, **options):
         row = benchmark(name)
         made = MAKERS[row.format][1](tmp_path)
@@ -43,7 +46,8 @@ def test_right_answers_are_right_and_wrong_ones_wrong(opened, name):
         boxes = [[1000 * x / side for x, side in zip(s.instances[0].box, (8, 6, 8, 6), strict=True)] for s in samples]
         right = [json.dumps({"bbox_2d": box}) for box in boxes]
     else:
-        right = [(sample.answers or sample.captions)[0] for sample in samples]
+        spans = [[write_span(moment) for moment in sample.moments] for sample in samples]
+        right = [(one.answers or one.captions or at)[0] for one, at in zip(samples, spans, strict=True)]
     best, worst = row.score(samples, right, **how), row.score(samples, ["zzz"] * len(samples), blind=right, **how)
     first = "CIDEr" if name == "captions" else best[0].title
     assert values(best)[first] > values(worst)[first] or name == "chair"

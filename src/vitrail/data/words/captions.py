@@ -3,6 +3,7 @@
 B scenes, O object slots, G groups of a list, P pieces.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,11 @@ INVENTED = ("object", "colour", "number")
 def listed(facts: Facts, draws: Draws) -> tuple[Group, Tensor]:
     """All that a scene holds, in a random order: by concept, or by concept and colour. Also the slot of the first of
     each group (B, G)."""
-    told = facts.colour * draws.coin("colours")[:, None]
+    return grouped(facts, draws, facts.colour * draws.coin("colours")[:, None])
+
+
+def grouped(facts: Facts, draws: Draws, told: Tensor) -> tuple[Group, Tensor]:
+    """The same with the colours that are told (B, O), 0 where none is."""
     alike = facts.same & (told[:, :, None] == told[:, None, :])
     slots = torch.arange(told.shape[1], device=told.device)
     first = facts.filled & (alike.int().argmax(2) == slots)
@@ -43,29 +48,44 @@ def short(facts: Facts, draws: Draws) -> Draft:
 
 def long(facts: Facts, draws: Draws) -> Draft:
     draft = short(facts, draws)
-    return draft._replace(more=torch.cat([*_related(facts, draws), *_placed(facts, draws), *_behind(facts, draws)], 1))
+    pairs = related(facts, draws, relations(facts, draws, facts.pairs))
+    return draft._replace(more=torch.cat([*pairs, *_placed(facts, draws), *_behind(facts, draws)], 1))
 
 
-def _related(facts: Facts, draws: Draws) -> list[Tensor]:
-    """Sentences on how two things lie to each other, each of another pair."""
-    frames = facts.words.loose["related"]
+class Relation(NamedTuple):
+    """How x lies to y, of one pair of slots a scene."""
+
+    x: Tensor  # (B,)
+    y: Tensor  # (B,)
+    r: Tensor  # (B,) row of the relations
+    there: Tensor  # (B,) whether it is told
+
+
+def relations(facts: Facts, draws: Draws, pairs: Tensor) -> list[Relation]:
+    """One to three relations a scene, each of another pair of those (B, O, O) that may be told."""
     slots = facts.filled.shape[1]
     once = torch.ones(slots, slots, dtype=torch.bool, device=facts.filled.device).triu(1)
     code = torch.where(facts.within, INSIDE, facts.relation)
-    mask = (facts.pairs & (code >= 0) & (once | facts.within)).flatten(1)
+    mask = (pairs & (code >= 0) & (once | facts.within)).flatten(1)
     order = draws.shuffled("pairs", mask)
     many = torch.minimum(mask.sum(1), 1 + draws.pick("relations", of=RELATIONS))
     turn = draws.pick("turn", RELATIONS, of=2)
-    rows = []
+    found = []
     for n in range(min(RELATIONS, mask.shape[1])):
         pair = order[:, n]
         i, j, r = pair // slots, pair % slots, at(code.flatten(1), pair).clamp(min=0)
         turned = (turn[:, n] > 0) & (r != INSIDE)
-        x, y = torch.where(turned, j, i), torch.where(turned, i, j)
-        filled = frames.fill(
-            draws.template(f"related {n}", frames), x=facts.thing_at(x), y=facts.thing_at(y), r=r ^ turned
-        )
-        rows.append(filled * (many > n)[:, None])
+        found.append(Relation(torch.where(turned, j, i), torch.where(turned, i, j), r ^ turned, many > n))
+    return found
+
+
+def related(facts: Facts, draws: Draws, told: Sequence[Relation]) -> list[Tensor]:
+    """A sentence on each."""
+    frames = facts.words.loose["related"]
+    rows = []
+    for n, one in enumerate(told):
+        slots = {"x": facts.thing_at(one.x), "y": facts.thing_at(one.y), "r": one.r}
+        rows.append(frames.fill(draws.template(f"related {n}", frames), **slots) * one.there[:, None])
     return rows
 
 

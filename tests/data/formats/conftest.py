@@ -394,6 +394,44 @@ def needles(root: Path) -> Made:
     return Made(path, {}, (path,))
 
 
+def arc(root: Path) -> Made:
+    files = []
+    for part, number in (("Easy", 1), ("Challenge", 2)):
+        options = [{"text": text, "label": label} for text, label in (("ice", "A"), ("steam", "B"), ("snow", "C"))]
+        row = {"id": f"M_{number}", "question": {"stem": "Which is a gas?", "choices": options}, "answerKey": "B"}
+        files.append(write(root / f"ARC-{part}" / f"ARC-{part}-Test.jsonl", lines([row])))
+    return Made(root, {}, tuple(files))
+
+
+def hellaswag(root: Path) -> Made:
+    row = {"ind": 4, "activity_label": "Roofs", "ctx_a": "A man is on a roof.", "ctx_b": "he", "split_type": "indomain"}
+    row |= {"ctx": "A man is on a roof. he", "endings": ["sits", "sings", "runs", "reads"], "source_id": "wikihow~1"}
+    path = write(root / "hellaswag_val.jsonl", lines([row | {"label": 2}, row | {"ind": 5, "label": 0}]))
+    return Made(path, {}, (path,))
+
+
+def _labelled(root: Path, name: str, rows: list[Any], labels: str) -> Made:
+    path = write(root / f"{name}.jsonl", lines(rows))
+    return Made(path, {}, (path, write(root / f"{name}-labels.lst", labels)))
+
+
+def piqa(root: Path) -> Made:
+    rows = [{"goal": goal, "sol1": "tap the lid", "sol2": "tap a cloud"} for goal in ("Open a jar", "Close it")]
+    return _labelled(root, "valid", rows, "1\n0\n")
+
+
+def siqa(root: Path) -> Made:
+    row = {"context": "Alex was late.", "answerA": "to win", "answerB": "for fun", "answerC": "none"}
+    rows = [row | {"question": question} for question in ("Why did Alex run?", "What next?")]
+    return _labelled(root, "dev", rows, "1\n3\n")
+
+
+def winogrande(root: Path) -> Made:
+    row = {"sentence": "Ann beat Eve, so _ won.", "option1": "Ann", "option2": "Eve"}
+    rows = [row | {"qID": f"3QH-{n}", "answer": str(n)} for n in (1, 2)]
+    return _labelled(root, "dev", rows, "1\n2\n")
+
+
 MAKERS = {  # name → its kind, and who writes it
     "llava": ("llava", llava),
     "coco-captions": ("coco-captions", coco_captions),
@@ -417,6 +455,11 @@ MAKERS = {  # name → its kind, and who writes it
     "qvhighlights": ("qvhighlights", qvhighlights),
     "activitynet-captions": ("activitynet-captions", activitynet),
     "v-niah": ("v-niah", needles),
+    "arc": ("arc", arc),
+    "hellaswag": ("hellaswag", hellaswag),
+    "piqa": ("piqa", piqa),
+    "siqa": ("siqa", siqa),
+    "winogrande": ("winogrande", winogrande),
     "images": ("images", images),
     "images-metadata": ("images", images_metadata),
     "images-csv": ("images", images_csv),

@@ -16,6 +16,7 @@ from vitrail.data.formats.files import Id, folder_for
 from vitrail.data.formats.masks import Instance
 from vitrail.data.formats.parquet import Table, is_parquet
 from vitrail.data.formats.sample import Sample, Samples, asked
+from vitrail.data.formats.texts import ArcColumns, HellaSwag, Piqa, Siqa, WinoGrande
 from vitrail.data.formats.yesno import yes_or_no
 from vitrail.errors import ConfigError, DataError
 
@@ -232,6 +233,11 @@ KINDS: dict[str, _Kind] = {
     "mme": _Kind(_Mme, "question_id question answer category image"),
     "chartqa": _Kind(_ChartQa, "type question answer image"),
     "coco-captions": _Kind(_Captioned, "image"),
+    "arc": _Kind(ArcColumns, "id question choices answerKey", ()),
+    "hellaswag": _Kind(HellaSwag, "activity_label ctx_a ctx_b endings", ()),
+    "piqa": _Kind(Piqa, "goal sol1 sol2", ()),
+    "siqa": _Kind(Siqa, "context question answerA answerB answerC", ()),
+    "winogrande": _Kind(WinoGrande, "sentence option1 option2", ()),
 }
 _OPTIONS = ({"A", "B"}, {"choice_a", "choice_b"}, {"options"}, {"choices"})
 _CAPTIONS = ("answer", "caption", "annotations_captions")

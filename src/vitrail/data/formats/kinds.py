@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from vitrail.data.formats.questions import open_gqa, open_textvqa, open_vqa
 from vitrail.data.formats.refer import open_refcoco
 from vitrail.data.formats.sample import Samples
 from vitrail.data.formats.tables import open_mmbench
+from vitrail.data.formats.texts import open_arc, open_hellaswag, open_piqa, open_siqa, open_winogrande
 from vitrail.data.formats.yesno import SPLITS, open_mme, open_pope
 from vitrail.errors import ConfigError, DataError, nearest
 
@@ -59,6 +61,11 @@ KINDS: dict[str, Kind] = {
     "qvhighlights": Kind(open_qvhighlights, ("[].qid [].query [].vid",)),
     "activitynet-captions": Kind(open_activitynet, ("*.timestamps *.sentences",)),
     "v-niah": Kind(open_needles, ("[].path [].prompt [].answer",)),
+    "arc": Kind(open_arc, ("[].id [].question [].answerKey", "/arc")),
+    "hellaswag": Kind(open_hellaswag, ("[].activity_label [].ctx_a [].ctx_b [].endings", "/hellaswag")),
+    "piqa": Kind(open_piqa, ("[].goal [].sol1 [].sol2",)),
+    "siqa": Kind(open_siqa, ("[].context [].question [].answerA [].answerB [].answerC",)),
+    "winogrande": Kind(open_winogrande, ("[].sentence [].option1 [].option2",)),
     "images": Kind(open_images, ("/metadata", "/picture")),
     "videos": Kind(open_videos, ("/video",)),
 }
@@ -74,13 +81,15 @@ def open_format(kind: str, path: str | Path, **options: Any) -> Samples:
     """
     if kind not in KINDS:
         raise ConfigError(f"there is no format {kind!r}", nearest(kind, KINDS))
-    if Path(path).suffix == ".parquet" or (kind in COLUMNS and is_parquet(Path(path))):
-        return open_columns(kind, Path(path), **options)
-    known = list(inspect.signature(KINDS[kind].open).parameters)[1:]
+    columns = Path(path).suffix == ".parquet" or (kind in COLUMNS and is_parquet(Path(path)))
+    opened = partial(open_columns, kind) if columns else KINDS[kind].open
+    known = list(inspect.signature(opened).parameters)[1:]
     for name in options:
         if name not in known:
-            raise ConfigError(f"the format {kind!r} has no option {name!r}", nearest(name, known))
-    return KINDS[kind].open(Path(path), **options)
+            form = "as parquet " if columns else ""
+            remedy = nearest(name, known) if known else "leave it out"
+            raise ConfigError(f"the format {kind!r} {form}has no option {name!r}", remedy)
+    return opened(Path(path), **options)
 
 
 def guess(path: str | Path) -> str:
@@ -117,6 +126,8 @@ def _folder_signs(path: Path) -> Iterable[str]:
             yield "/questions"
         elif suffix in (".json", ".jsonl") and "pope" in entry.name and any(s in entry.name for s in SPLITS):
             yield "/pope"
+        elif suffix == ".jsonl" and entry.name.startswith(("ARC-", "hellaswag_")):
+            yield "/arc" if entry.name.startswith("ARC-") else "/hellaswag"
 
 
 def _has_answer(text: Path) -> bool:

@@ -24,7 +24,8 @@ Part = dict[str, str | int]
 
 @dataclass(frozen=True)
 class Sheet:
-    """Samples without their pictures, and which picture each is of: questions about one stand or fall together."""
+    """Samples without their pictures, and which picture each is of, or which text (`notes["about"]`): questions about
+    one stand or fall together."""
 
     samples: list[Sample]
     pictures: list[Hashable]
@@ -34,7 +35,7 @@ class Sheet:
         kept, pictures = [], []
         for sample in samples:
             kept.append(replace(sample, pictures=()))
-            pictures.append(tuple(map(key_of, sample.shown)) or sample.id)
+            pictures.append(tuple(map(key_of, sample.shown)) or sample.notes.get("about", sample.id))
         if not kept:
             raise DataError("nothing to score", "give at least one sample")
         return cls(kept, pictures)

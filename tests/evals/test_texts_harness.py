@@ -1,0 +1,56 @@
+"""Beside EleutherAI's lm-evaluation-harness itself, where it is installed: `pip install lm-eval accelerate`.
+
+The numbers of `text_recorded.py` are what `harness` gave with its version 0.4.13.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from evals.test_texts import ours
+from evals.text_rows import HUB, KINDS, llama
+
+TASKS = {
+    "arc": "arc/arc_easy.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "siqa": "siqa/siqa.yaml",
+    "winogrande": "winogrande/default.yaml",
+}
+
+
+def harness(root: Path, kind: str) -> dict[str, tuple[dict[str, float], list[list[float]]]]:
+    """By benchmark its scores, and of every sample how likely each option is."""
+    import datasets
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    llama(root / "llama", kind)
+    model = HFLM(pretrained=str(root / "llama"), device="cpu", dtype="float32", batch_size=4)
+    found = {}
+    for name, file in TASKS.items():
+        data = str(root / f"{name}.parquet")
+        datasets.Dataset.from_list(HUB[name]).to_parquet(data)
+        config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / file)
+        config |= {"dataset_path": "parquet", "dataset_name": None}
+        config |= {"dataset_kwargs": {"data_files": dict.fromkeys(("train", "validation", "test"), data)}}
+        task = ConfigurableTask(config=config)
+        told = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, log_samples=True)
+        names = {"acc", "acc_norm"} & {key.partition(",")[0] for key in told["results"][config["task"]]}
+        scores = {key: told["results"][config["task"]][f"{key},none"] for key in sorted(names)}
+        rows = sorted(told["samples"][config["task"]], key=lambda sample: sample["doc_id"])
+        found[name] = scores, [[round(option[0][0], 4) for option in row["resps"]] for row in rows]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_harness_says_the_same(tmp_path, kind):
+    pytest.importorskip("lm_eval")
+    for name, (scores, weights) in harness(tmp_path, kind).items():
+        found, own = ours(tmp_path, kind, name)
+        assert found == pytest.approx(scores)
+        for row, other in zip(own, weights, strict=True):
+            assert row == pytest.approx(other, abs=2e-3)

@@ -21,6 +21,8 @@ from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
 from vitrail.cli.eval_unified import drawing, questions, stress
+from vitrail.cli.eval_needle import needle
+from vitrail.cli.eval_text import text
 from vitrail.cli.eval_world import world
 from vitrail.errors import ConfigError, DataError, nearest
 
@@ -46,25 +48,32 @@ def evaluate(
     model
         A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
         (CLIP, SigLIP), and for retrieval BLIP-2 after its first stage; for a probe any with a picture tower; for
-        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing a
-        unified one; for world and imitation a world model.
+        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing
+        and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language
+        model.
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
         hallusionbench, mmbench, winoground, aro, captions, chair, refcoco,
-        charades, qvhighlights or activitynet.
+        charades, qvhighlights or activitynet; or one of words alone, which
+        takes it too: arc, hellaswag, piqa, siqa or winogrande.
     words
         Options of the suite.
     """
     from vitrail.evals.suites.benchmarks import BENCHMARKS
 
     known = [name for name in app if not name.startswith("-") and name != "compare"]
+    from vitrail.evals.suites.texts import TEXTS
     filed = any(word.partition("=")[0] == "--data" for word in words)
     if suite in BENCHMARKS and (filed or suite not in known):
         app(["benchmark", suite, model, *words], result_action="return_value")
         return
     if suite not in known:
-        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, list(dict.fromkeys([*known, *BENCHMARKS]))))
+        every = dict.fromkeys([*known, *BENCHMARKS, *TEXTS])
+        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, list(every)))
+    if suite in TEXTS:
+        app(["text", suite, model, *words], result_action="return_value")
+        return
     app([suite, model, *words], result_action="return_value")  # commands are known by their first word
 
 
@@ -288,6 +297,7 @@ def aro(
 app.command(benchmark, help_epilogue="Example: vitrail eval llava-hf/llava-1.5-7b-hf pope --data coco_pope_random.json")
 app.command(
     compare, help_epilogue="Example: vitrail eval compare pope first.jsonl second.jsonl --data coco_pope_random.json"
+app.command(text, help_epilogue="Example: vitrail eval stories15M hellaswag --data hellaswag_val.jsonl --limit 500")
 )
 app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
 app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")

@@ -19,6 +19,7 @@ def compare(
     pictures: Path | None = None,
     videos: Path | None = None,
     annotations: Path | None = None,
+    labels: Path | None = None,
     part: str | None = None,
     limit: int | None = None,
     circular: Annotated[bool, Parameter(negative="")] = False,
@@ -35,7 +36,7 @@ def compare(
     Parameters
     ----------
     name
-        The benchmark: `vitrail eval benchmark --help` names them.
+        The benchmark: `vitrail eval --help` names them.
     first
         Answers that `vitrail eval MODEL pope --answers FILE` kept.
     second
@@ -48,6 +49,8 @@ def compare(
         The folder that its videos lie in; beside the file unless said.
     annotations
         VQAv2's answers, which are a file of their own.
+    labels
+        The answers of PIQA, Social IQa or WinoGrande, where they lie elsewhere than beside the file.
     part
         As it was when they were asked.
     limit
@@ -63,13 +66,13 @@ def compare(
     out
         A JSON file to write the comparison to.
     """
-    from vitrail.evals.suites import benchmarks
     from vitrail.evals.suites.compared import read
+    from vitrail.evals.suites.texts import any_benchmark
 
-    row = benchmarks.benchmark(name)
+    row = any_benchmark(name)
     where: dict[str, Any] = {"pictures": pictures, "annotations": annotations, "part": part}
     scored: dict[str, Any] = {"mode": mode, "boxes": boxes}
-    where |= {"videos": videos}
+    where |= {"videos": videos, "labels": labels}
     where, scored = ({key: value for key, value in some.items() if value is not None} for some in (where, scored))
     row.check(scored)
     check_written(out, "--out")

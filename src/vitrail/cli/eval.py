@@ -21,7 +21,6 @@ from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
 from vitrail.cli.eval_unified import drawing, questions, stress
-from vitrail.cli.eval_needle import needle
 from vitrail.cli.eval_text import text
 from vitrail.cli.eval_world import world
 from vitrail.errors import ConfigError, DataError, nearest
@@ -48,9 +47,8 @@ def evaluate(
     model
         A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
         (CLIP, SigLIP), and for retrieval BLIP-2 after its first stage; for a probe any with a picture tower; for
-        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing
-        and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language
-        model.
+        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing a
+        unified one; for world and imitation a world model; for benchmarks of words alone also a language model.
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,

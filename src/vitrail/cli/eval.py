@@ -20,8 +20,8 @@ from vitrail.cli.eval_common import (
 from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
-from vitrail.cli.eval_unified import drawing, questions, stress
 from vitrail.cli.eval_text import text
+from vitrail.cli.eval_unified import drawing, questions, stress
 from vitrail.cli.eval_world import world
 from vitrail.errors import ConfigError, DataError, nearest
 
@@ -59,19 +59,19 @@ def evaluate(
         Options of the suite.
     """
     from vitrail.evals.suites.benchmarks import BENCHMARKS
+    from vitrail.evals.suites.texts import TEXTS
 
     known = [name for name in app if not name.startswith("-") and name != "compare"]
-    from vitrail.evals.suites.texts import TEXTS
     filed = any(word.partition("=")[0] == "--data" for word in words)
     if suite in BENCHMARKS and (filed or suite not in known):
         app(["benchmark", suite, model, *words], result_action="return_value")
         return
-    if suite not in known:
-        every = dict.fromkeys([*known, *BENCHMARKS, *TEXTS])
-        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, list(every)))
     if suite in TEXTS:
         app(["text", suite, model, *words], result_action="return_value")
         return
+    if suite not in known:
+        every = dict.fromkeys([*known, *BENCHMARKS, *TEXTS])
+        raise ConfigError(f"there is no suite {suite!r}", nearest(suite, list(every)))
     app([suite, model, *words], result_action="return_value")  # commands are known by their first word
 
 
@@ -293,9 +293,9 @@ def aro(
 
 
 app.command(benchmark, help_epilogue="Example: vitrail eval llava-hf/llava-1.5-7b-hf pope --data coco_pope_random.json")
+app.command(text, help_epilogue="Example: vitrail eval stories15M hellaswag --data hellaswag_val.jsonl --limit 500")
 app.command(
     compare, help_epilogue="Example: vitrail eval compare pope first.jsonl second.jsonl --data coco_pope_random.json"
-app.command(text, help_epilogue="Example: vitrail eval stories15M hellaswag --data hellaswag_val.jsonl --limit 500")
 )
 app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
 app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")

@@ -18,6 +18,7 @@ from vitrail.cli.eval_common import (
     show,
 )
 from vitrail.cli.eval_compare import compare
+from vitrail.cli.eval_dpg import dpg
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
 from vitrail.cli.eval_text import text
@@ -47,10 +48,10 @@ def evaluate(
     model
         A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
         (CLIP, SigLIP), and for retrieval BLIP-2 after its first stage; for a probe any with a picture tower; for
-        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing a
-        unified one; for world and imitation a world model; for benchmarks of words alone also a language model.
+        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing
+        and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language model.
     suite
-        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, world or imitation; or a
+        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, dpg, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
         hallusionbench, mmbench, winoground, aro, captions, chair, refcoco,
         charades, qvhighlights or activitynet; or one of words alone, which
@@ -301,5 +302,6 @@ app.command(questions, help_epilogue="Example: vitrail eval out/mini/final quest
 app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")
 app.command(stress, help_epilogue="Example: vitrail eval out/mini/final stress --vendors twemoji")
 app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")
+app.command(dpg, help_epilogue="Example: vitrail eval out/mini/final dpg --count 50 --drawings 4")
 app.command(world, help_epilogue="Example: vitrail eval out/genie/final world --data out/episodes/coinrun --steps 2")
 app.command(imitation, help_epilogue="Example: vitrail eval out/genie/final imitation --data out/seeker --labels 32")

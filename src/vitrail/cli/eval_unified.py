@@ -2,18 +2,16 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, device_of, tell, write_page
+from vitrail.cli.eval_common import COMMON, SCENES, Common, Scenes, tell, write_page
+from vitrail.cli.eval_easel import HAND, Easel, Hand, judge_of, open_detector
 from vitrail.cli.eval_reader import check_kinds, open_reader, scenes_of
 from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.cli.written import check_written
 from vitrail.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from vitrail.studio import Studio
 
 KINDS = (
     "existence_random", "existence_popular", "existence_adversarial", "counting", "colour", "position", "relation",
@@ -149,14 +147,10 @@ def drawing(
     count: int = 50,
     concepts: int | None = None,
     unseen: Annotated[bool, Parameter(negative="--seen")] = False,
-    guidance: float = 3.0,
-    steps: int = 24,
-    temperature: float = 1.0,
-    tries: int = 1,
-    seed: int = 0,
     atlas: str = "emoji",
     true: str = "flat",
     page: Path | None = None,
+    hand: Hand = HAND,
     common: Common = COMMON,
 ) -> None:
     """Have prompts of GenEval's six kinds drawn, and a judge look at the drawings: beside what drawings for other
@@ -174,16 +168,6 @@ def drawing(
         Only so many of the things that the judge knows; all unless given.
     unseen
         Ask in paraphrases that training never uses.
-    guidance
-        How strongly the prompt leads.
-    steps
-        Passes of a model that draws all codes at once.
-    temperature
-        Of the choice of codes.
-    tries
-        Drawings of each prompt, of which the model chooses the one that is judged, as `vitrail draw --tries` does.
-    seed
-        Of the prompts and of the drawings.
     atlas
         Sprites whose names are asked for: emoji, or a .safetensors file.
     true
@@ -191,59 +175,25 @@ def drawing(
     page
         An HTML file to write the scores to, with drawings of each kind that the judge took for right and for wrong.
     """
-    import torch
-
-    from vitrail import hub
     from vitrail.data.scenes.library import open_atlas
     from vitrail.data.scenes.source import ScenesConfig, SceneSource
-    from vitrail.data.words import Words
-    from vitrail.evals.judge import Judge
     from vitrail.evals.suites.talking import drawn, redrawn
-    from vitrail.models.detector import Detector
     from vitrail.show.scored import Gathered
 
     check_written(page, "--page")
-    studio = _studio(model, common)
-    detector = hub.load(judge, dtype=torch.float32, device=device_of(common))
-    if not isinstance(detector, Detector):
-        raise ConfigError(f"{judge} is a {type(detector).__name__}, and no detector", "give one that `judge` trained")
+    easel, detector = Easel(model, hand, common), open_detector(judge, common)
+    easel.shows = detector.config.image.image
     names = detector.config.concepts[:concepts]
     source = SceneSource(ScenesConfig(atlas=atlas), open_atlas(atlas)).only(names)
-    table = source.atlas.table
-    known = Judge(detector, Words.of(table).to(device_of(common)), table)
-
-    def drawer(texts: list[str], first: int) -> torch.Tensor:
-        how = {"guidance": guidance, "steps": steps, "temperature": temperature, "tries": tries}
-        return shown(studio.draw_ids(texts, seed=seed + first, **how))
-
-    def shown(ids: torch.Tensor) -> torch.Tensor:
-        pixels, side = studio.model.pixels(ids).float(), detector.config.image.image
-        if pixels.shape[-1] != side:  # at the size that the judge was made for
-            pixels = torch.nn.functional.interpolate(pixels, (side, side), mode="bicubic", antialias=True)
-        return studio.model.codec.bytes(pixels)
-
-    def through(pixels: torch.Tensor) -> torch.Tensor:
-        return shown(studio.model.look(studio.model.codec.pixels(pixels))[1])
-
+    known = judge_of(detector, source, common)
     seen = Gathered("drawing")
-    scores = drawn(drawer, known, count, seed=seed, held_out=unseen, batch=common.batch, watch=seen)
+    scores = drawn(easel.draw, known, count, seed=hand.seed, held_out=unseen, batch=common.batch, watch=seen)
     if true:
         more: dict[str, object] = {"repeat": 0.3, "tint": 0.5}  # so that there is something of every kind
-        config = ScenesConfig(atlas=true, preset="drawing", side=studio.model.codec.size[0], scene=more)
+        config = ScenesConfig(atlas=true, preset="drawing", side=easel.side, scene=more)
         there = SceneSource(config, open_atlas(true)).only(names)
-        table = there.atlas.table
-        known = Judge(detector, Words.of(table).to(device_of(common)), table)
-        scores.append(redrawn(through, known, there, count, batch=common.batch))
-    settings = {
-        "judge": judge, "count": count, "concepts": len(names), "unseen": unseen, "guidance": guidance, "steps": steps,
-        "temperature": temperature, "tries": tries, "seed": seed, "true": true,
-    }  # fmt: skip
+        scores.append(redrawn(easel.through, judge_of(detector, there, common), there, count, batch=common.batch))
+    settings = {"judge": judge, "count": count, "concepts": len(names), "unseen": unseen, **asdict(hand), "true": true}
     tell("drawing", model, settings, scores, common)
     if page is not None:
         write_page(page, "drawing", model, settings, scores, seen.examples, common)
-
-
-def _studio(model: str, common: Common) -> "Studio":
-    from vitrail.studio import Studio
-
-    return Studio.load(model, device=device_of(common))

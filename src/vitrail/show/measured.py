@@ -16,6 +16,7 @@ KINDS = {
         "position": "a position",
         "attribution": "two things of two colours",
     },
+    "dpg": {"dense": "dense prompts"},
     "questions": {
         "existence_random": "whether a thing is there",
         "existence_popular": "whether a common thing is there",

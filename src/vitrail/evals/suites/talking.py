@@ -37,6 +37,7 @@ def unwatched(kind: str, pixels: Tensor, asked: str, right: bool, said: str = ""
 BATCH = 64
 PATIENCE = 200  # batches without enough questions of a kind before it is given up
 GUESSED = 4096  # scenes that what can be had without looking is fitted to, and as many that it is tested on
+TRUE = "true pictures through the codec"
 NONE = "there is no"  # how an answer begins that refuses the question
 
 
@@ -153,4 +154,4 @@ def redrawn(
         for first in range(0, count, batch):
             rows = slice(first, first + batch)
             hits += int(judge.right(spec[rows], through(made.pixels[rows]).to(spec.number.device)).sum())
-    return Score.counted("true pictures through the codec", Share(hits, count * len(DRAWINGS)))
+    return Score.counted(TRUE, Share(hits, count * len(DRAWINGS)))

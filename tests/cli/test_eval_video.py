@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("av")
 
+from evals.test_needle import lettered
 from test_talker_video import FRAMES, RATE, save, write_clip
 from vitrail.cli.eval import app
 from vitrail.errors import VitrailError
@@ -15,6 +17,11 @@ SECONDS = FRAMES / RATE
 
 def run(*words) -> None:
     app([str(word) for word in words], result_action="return_value")
+
+
+@pytest.fixture(autouse=True)
+def _few_sprites(monkeypatch):
+    monkeypatch.setattr("vitrail.data.scenes.library.open_atlas", lambda name: lettered())
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +77,84 @@ def test_what_cannot_be_asked_is_said_first(model, charades, tmp_path, capsys):
     charades.write_text(charades.read_text() + "\nAMT7R 2 1##it ends.")
     run(model, *where, "--max-new", 2, "--no-blind")
     assert "skipped 1 moments without a length" in capsys.readouterr().out
+
+
+def test_needles_in_scenes(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["vitrail", "eval", "qwen", "needle"])
+    out, page, drawn = (tmp_path / name for name in ("scores.json", "found.html", "grid.png"))
+    where = ("--count", 2, "--side", 32, "--max-new", 3, "--device", "cpu")
+    run(
+        model,
+        "needle",
+        "--frames",
+        4,
+        "--frames",
+        7,
+        "--depths",
+        3,
+        *where,
+        "--out",
+        out,
+        "--page",
+        page,
+        "--show",
+        drawn,
+    )
+    told = capsys.readouterr().out
+    assert "needle found, frames 7, depth 50%" in told and "no needle" in told and "majority 50.0%" in told
+    found = json.loads(out.read_text())
+    assert (found["frames"], found["depths"], len(found["scores"])) == ([4, 7], [0.0, 0.5, 1.0], 1 + 2 + 6)
+    assert found["scores"][0]["of"] == 12 and found["scores"][3]["part"] == {"frames": 4, "depth": "0%"}
+    assert found["tokens"]["7"] > found["tokens"]["4"] > 0
+    assert Image.open(drawn).width > 200
+    text = page.read_text()
+    assert "Where needles are found" in text and "frames of the haystack" in text and "Without the needle" in text
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_needles_in_a_video(model, tmp_path, capsys, ending):
+    clip = write_clip(tmp_path / "film.mp4")
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "note.png")
+    told = [{"path": "note.png", "prompt": "Find the note. Which colour has it?", "answer": "red"}]
+    (tmp_path / "dataset.json").write_text(json.dumps(told))
+    where = ("--video", clip, "--needles", tmp_path / "dataset.json", "--depths", 2, "--max-new", 2, "--device", "cpu")
+    run(model, "needle", "--frames", 6, *where, "--show", tmp_path / f"grid.{ending}")
+    assert "majority 100.0%" in capsys.readouterr().out and (tmp_path / f"grid.{ending}").is_file()
+    with pytest.raises(VitrailError, match=r"film\.mp4: 22 frames of a video that has 21"):
+        run(model, "needle", "--frames", 22, *where)
+
+
+def test_a_haystack_that_does_not_fit_is_refused_before_anything_is_said(model, monkeypatch):
+    from vitrail.talker import Talker
+
+    monkeypatch.setattr(Talker, "ask", lambda *_, **__: pytest.fail("was asked"))
+    words = ("--count", 1, "--side", 32, "--device", "cpu")
+    with pytest.raises(VitrailError, match=r"of 2,000 frames: the prompt has [\d,]+ tokens, .* 2,048"):
+        run(model, "needle", "--frames", 4, "--frames", 2000, *words)
+    for wrong, said in (
+        ((model, "needle", "--frames", 0), "0 frames"),
+        ((model, "needle", "--depths", 0), "0 depths"),
+        ((model, "needle", "--show", "grid.doc"), "no kind of picture"),
+        ((model, "needle", "--pictures", "here"), "give --needles"),
+        (("mini", "needle"), "reads no videos"),
+    ):
+        with pytest.raises(VitrailError) as caught:
+            run(*wrong)
+        assert said in f"{caught.value.problem} {caught.value.remedy}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_needles_for_other_families(family, tmp_path, capsys):
+    from hub.test_internvl_video import save as save_internvl
+
+    _ = save_internvl(tmp_path) if family == "internvl" else save(tmp_path, family)
+    run(tmp_path, "needle", "--frames", 3, "--depths", 2, "--count", 1, "--side", 16, "--max-new", 2, "--device", "cpu")
+    assert "needle found, frames 3, depth 100%" in capsys.readouterr().out
+
+
+def test_a_model_that_reads_no_videos_names_those_that_do(tmp_path):
+    from test_talker import save as save_llava
+
+    save_llava(tmp_path)
+    with pytest.raises(VitrailError, match="reads pictures and no videos"):
+        run(tmp_path, "needle", "--count", 1, "--side", 32, "--device", "cpu")

@@ -21,6 +21,7 @@ from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_dpg import dpg
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
+from vitrail.cli.eval_needle import needle
 from vitrail.cli.eval_text import text
 from vitrail.cli.eval_unified import drawing, questions, stress
 from vitrail.cli.eval_world import world
@@ -51,7 +52,8 @@ def evaluate(
         questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing
         and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language model.
     suite
-        zeroshot, retrieval, probe, winoground, aro, questions, naming, stress, drawing, dpg, world or imitation; or a
+        zeroshot, retrieval, probe, winoground, aro, questions, naming, needle,
+        stress, drawing, dpg, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
         hallusionbench, mmbench, winoground, aro, captions, chair, refcoco,
         charades, qvhighlights or activitynet; or one of words alone, which
@@ -300,6 +302,7 @@ app.command(
 )
 app.command(questions, help_epilogue="Example: vitrail eval out/mini/final questions --vendors twemoji --unseen")
 app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming --data cifar10 --limit 1000")
+app.command(needle, help_epilogue="Example: vitrail eval Qwen/Qwen3-VL-2B-Instruct needle --frames 64 --video film.mp4")
 app.command(stress, help_epilogue="Example: vitrail eval out/mini/final stress --vendors twemoji")
 app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")
 app.command(dpg, help_epilogue="Example: vitrail eval out/mini/final dpg --count 50 --drawings 4")

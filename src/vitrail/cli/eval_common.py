@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vitrail.evals.viewer import Viewer
     from vitrail.processing.preprocessing import Preprocessing
     from vitrail.processing.text import Tokenizer
+    from vitrail.show.page import Section
     from vitrail.show.scored import Example
 
 
@@ -208,12 +209,13 @@ def write_page(
     scores: "Sequence[Score]",
     examples: "Sequence[Example]",
     common: Common,
+    drawn: "Sequence[Section]" = (),
 ) -> None:
     """The same as a page, with examples."""
     from vitrail.lab.origin import origin
     from vitrail.show.scored import scored
 
-    text = scored(suite, model, {**settings, **origin(command_line(), device_of(common))}, scores, examples)
+    text = scored(suite, model, {**settings, **origin(command_line(), device_of(common))}, scores, examples, drawn)
     try:
         path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:

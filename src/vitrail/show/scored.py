@@ -28,9 +28,14 @@ class Example(NamedTuple):
 
 
 def scored(
-    suite: str, model: str, about: Mapping[str, Any], scores: Sequence[Score], examples: Sequence[Example]
+    suite: str,
+    model: str,
+    about: Mapping[str, Any],
+    scores: Sequence[Score],
+    examples: Sequence[Example],
+    drawn: Sequence[Section] = (),
 ) -> str:
-    """The page. `about` is all that tells how it came about, the command among it."""
+    """The page. `about` is all that tells how it came about, the command among it; `drawn` comes behind the scores."""
     told = KINDS.get(suite, {})
     rows = [(told.get(score.title, score.title), str(score), score.baselines) for score in scores]
     found = Section(
@@ -49,6 +54,7 @@ def scored(
         lead,
         [
             found,
+            *drawn,
             *([Section("Examples", shown)] if shown else []),
             Section("Settings", [table(("", ""), [("model", model), *plain])]),
         ],

@@ -152,6 +152,12 @@ class Talker:
         values = iter(found)
         return [[next(values) for _ in options] for _, _, options in asked]
 
+    def tokens_of(self, shown: Any, question: str, *, max_new: int = 1) -> int:
+        """How many tokens a question takes with what is shown; refused where the context has not so many more left."""
+        prompt = self.prompt([self.turn(shown, question)])
+        self._room(prompt, max_new)
+        return len(prompt.stream)
+
     def chat(self, messages: Sequence[Message], **how: Any) -> str:
         """The answer to a conversation of several turns, with pictures and videos in any of them."""
         return "".join(self.stream(messages, **how)).strip()

@@ -42,6 +42,15 @@ class Prompt(NamedTuple):
     videos: Shown | None
 
 
+class Weighed(NamedTuple):
+    """An answer that was weighed and not written: the logarithm of its probability, over how many tokens with the end,
+    and whether each of them is the likeliest, so that the model would say just that."""
+
+    logprob: float
+    tokens: int
+    greedy: bool
+
+
 class Talker:
     """`vitrail.load(folder)`, where the folder holds a VLM. Messages are transformers': a role, and a text or parts,
     of which {"type": "image", "image": …} holds a picture, as a file or otherwise (see `load_image`), and
@@ -129,9 +138,13 @@ class Talker:
         of the probabilities of its tokens and of the end."""
         return self.likelihoods([(shown, question, options)])[0]
 
-    @torch.no_grad()
     def likelihoods(self, asked: Sequence[tuple[Any, str, Sequence[str]]]) -> list[list[float]]:
         """The same for several questions, (what is shown, the question, its options) each, in one batch."""
+        return [[one.logprob for one in options] for options in self.weighed(asked)]
+
+    @torch.no_grad()
+    def weighed(self, asked: Sequence[tuple[Any, str, Sequence[str]]]) -> list[list[Weighed]]:
+        """The same with what else is known of each option."""
         streams, pictures, answers = [], [], []
         for shown, question, options in asked:
             turn = self.turn(shown, question)
@@ -148,7 +161,8 @@ class Talker:
         for row, stream, ids in zip(hidden, streams, answers, strict=True):
             logits = self.model.decoder.logits(row[len(stream) - len(ids) - 1 : len(stream) - 1]).float()  # (n, V)
             said = torch.tensor(ids, device=logits.device)
-            found.append(float(logits.log_softmax(-1).gather(1, said[:, None]).sum()))
+            chance = float(logits.log_softmax(-1).gather(1, said[:, None]).sum())
+            found.append(Weighed(chance, len(ids), bool(logits.argmax(-1).eq(said).all())))
         values = iter(found)
         return [[next(values) for _ in options] for _, _, options in asked]
 

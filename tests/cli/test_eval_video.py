@@ -124,6 +124,24 @@ def test_needles_in_a_video(model, tmp_path, capsys, ending):
         run(model, "needle", "--frames", 22, *where)
 
 
+def test_what_the_model_is_shown(model, tmp_path, monkeypatch):
+    """The video's frames in their order, with the needle at its place among them, and once without it."""
+    from vitrail.talker import Talker
+
+    shown = []
+    monkeypatch.setattr(Talker, "ask", lambda _, video, question, **how: shown.append(video) or "red")
+    Image.new("RGB", (56, 40), "red").save(tmp_path / "note.png")
+    (tmp_path / "dataset.json").write_text(json.dumps([{"path": "note.png", "prompt": "Which?", "answer": "red"}]))
+    where = ("--needles", tmp_path / "dataset.json", "--video", write_clip(tmp_path / "film.mp4"), "--device", "cpu")
+    run(model, "needle", "--frames", 6, "--depths", 4, *where)
+    hay = [frame.tobytes() for frame in shown[0].source]
+    red = Image.new("RGB", (56, 40), "red").tobytes()
+    assert len(hay) == len(set(hay)) == 6 and red not in hay
+    for video, at in zip(shown[1:], (0, 2, 4, 6), strict=True):
+        assert [frame.tobytes() for frame in video.source] == [*hay[:at], red, *hay[at:]]
+        assert list(video.seconds) == list(range(7))
+
+
 def test_a_haystack_that_does_not_fit_is_refused_before_anything_is_said(model, monkeypatch):
     from vitrail.talker import Talker
 

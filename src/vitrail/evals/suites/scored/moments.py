@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from vitrail.data.formats import Sample
+from vitrail.data.formats.sample import progress
 from vitrail.data.video import open_video
 from vitrail.errors import DataError
 from vitrail.evals.metrics.moments import overlap, read_span, write_span
@@ -75,7 +76,7 @@ def _around(tenth: int) -> tuple[float, float]:
 
 def _everywhere(sheet: Sheet, shares: Sequence[float]) -> list[str]:
     """The same span of every video, in shares of its length."""
-    lengths = (length(sample) for sample in sheet.samples)
+    lengths = (length(sample) for sample in progress(sheet.samples, "lengths of videos"))
     return [write_span((shares[0] * seconds, shares[1] * seconds)) for seconds in lengths]
 
 

@@ -4,14 +4,18 @@ import shlex
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from vitrail import recipe
 from vitrail import sweep as sweeps
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.processing.text import Tokenizer
-from vitrail.tasks.vlm import VLMSettings, VLMTask
+from vitrail.tasks.vlm import MADE, VLMSettings, VLMTask
 from vitrail.train.stage import choose_trainable
+from vitrail.train.task import Batch
 
 DOCS = Path(__file__).parents[2] / "docs" / "vlm.md"
 KINDS = ("existence_random", "colour", "counting", "what")
@@ -122,3 +126,9 @@ def task_of(name: str, atlas: Atlas, words: Tokenizer, more=None, **settings) ->
     model = recipe._model(chosen, words)
     choose_trainable(model, chosen.stages[-1].train)
     return VLMTask(model, {"scenes": scenes_of(chosen, atlas)} | (more or {}), words, chosen_settings.with_(**settings))
+
+
+def made_of(task: VLMTask, batch: Batch) -> SimpleNamespace:
+    """What a pass takes of pictures, by its names, and the frame around it."""
+    parts = {name.removeprefix(MADE): value for name, value in task.made(batch).items() if name.startswith(MADE)}
+    return SimpleNamespace(**{"asked": None, "since": None, "frame": task.rows.frame(torch.device("cpu"))} | parts)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers import randomize
-from tasks.small_vlms import KINDS, scenes_of, small
+from tasks.small_vlms import KINDS, made_of, scenes_of, small
 from vitrail import hub
 from vitrail.encoders import TextConfig
 from vitrail.errors import ConfigError
@@ -52,7 +52,7 @@ def said(ids: list[int], end: int, questions: int) -> list[list[int]]:
 @pytest.mark.parametrize("questions", [1, 3])
 def test_the_answers_are_what_is_said_behind_each_question(make, questions):
     task = make(questions=questions, length=64)
-    made = task.talks._made({"scenes": torch.arange(20)})
+    made = made_of(task.talks, {"scenes": torch.arange(20)})
     answers, labels = task._answers(made.ids, made.since)
     end = task.talks.end
     assert answers.shape == (20 * questions, 64)
@@ -69,7 +69,7 @@ def test_the_answers_are_what_is_said_behind_each_question(make, questions):
 @pytest.mark.parametrize("form", ["symmetric", "joint"])
 def test_each_loss_is_what_it_says(make, form):
     task = make(form=form)
-    found, made, model = task(BATCH), task.talks._made(BATCH), task.model
+    found, made, model = task(BATCH), made_of(task.talks, BATCH), task.model
     groups = model.vlm.queries.fuse(model.vlm.soft(made.pixels), None, [made.asked[:, 0]])
     answers, labels = task._answers(made.ids, made.since)
     u = F.normalize(model.end_projection(groups.ends[:, 0]), dim=-1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import vitrail
-from tasks.small_vlms import KINDS, VARIANTS, scenes_of, small, task_of
+from tasks.small_vlms import KINDS, VARIANTS, made_of, scenes_of, small, task_of
 from tasks.test_contrast import named
 from vitrail import hub, recipe
 from vitrail import sweep as sweeps
@@ -30,6 +30,7 @@ from vitrail.tasks.told import IGNORED, TEXT
 from vitrail.tasks.vlm import BLANK, VLMSettings, VLMTask
 from vitrail.train.distributed import Whole
 from vitrail.train.stage import choose_trainable
+from vitrail.train.task import MadeTask
 
 # ---- what is learnt ---------------------------------------------------------------------------------------------
 
@@ -86,11 +87,9 @@ def test_the_loss_is_cross_entropy_over_answers(name, bos, atlas, both):
         logits = model(packed, shown)
         wanted = F.cross_entropy(logits.flatten(0, 1), packed.targets.flatten(), ignore_index=IGNORED)
         torch.testing.assert_close(task({"scenes": index})["answers"] / 3, wanted, rtol=1e-4, atol=1e-5)
-    made = task._made({"scenes": index})
+    made = made_of(task, {"scenes": index})
     assert int((made.targets != IGNORED).sum()) == sum(stream.learnt for stream in streams)
-    task.useful()
-    task._made({"scenes": index})
-    assert task.useful() == sum(map(len, streams))
+    assert task.useful(task.made({"scenes": index})) == sum(map(len, streams))
     for b, stream in enumerate(streams):  # a talk begins where the picture ends
         talk = stream.ids[task.rows.before :][stream.kinds[task.rows.before :] == 0]
         assert talk.tolist() == made.ids[b, : len(talk)].tolist()
@@ -134,7 +133,7 @@ def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
     """And the answers come back through a saved folder, by whoever asks."""
     torch.manual_seed(0)
     task = task_of("vlm-tuned", atlas, words, kinds=("colour", "counting", "what"), questions=1, length=24)
-    made = task._made({"scenes": torch.arange(8)})  # once, or most of the time would go into drawing
+    made = made_of(task, {"scenes": torch.arange(8)})  # once, or most of the time would go into drawing
     optim = torch.optim.AdamW(task.model.parameters(), lr=8e-3, weight_decay=0.0)
     for step in range(70):
         loss = task._said(task.rows.hidden(made.frame, made.pixels, made.ids), made.targets, "mean")
@@ -155,7 +154,7 @@ def test_eight_scenes_are_learnt_by_heart(atlas, words, tmp_path):
     assert len(rows) > 5 and talker.answers(pictures, questions, max_new=16) == answers
     assert talker.ask(pictures[0], questions[0], max_new=16) == answers[0]
     stream = talker.prompt([talker.turn(pictures[0], questions[0])]).stream
-    ids = task._made({"scenes": torch.tensor(rows[:1])}).ids[0]
+    ids = made_of(task, {"scenes": torch.tensor(rows[:1])}).ids[0]
     assert stream.ids[task.rows.before :].tolist() == ids[: len(stream) - task.rows.before].tolist()
     assert task.rows.frame(ids.device).before.tolist() == stream.ids[: task.rows.before].tolist()
 
@@ -212,7 +211,7 @@ def test_wide_pictures_are_fitted_as_by_the_model(name, atlas, words):
 def test_named_pictures_are_asked_for_their_names(atlas, words):
     source = named()
     task = task_of("mini-vlm-llava", atlas, words, {"named": source})
-    made = task._made({"scenes": torch.arange(2), "named": torch.arange(3)})
+    made = made_of(task, {"scenes": torch.arange(2), "named": torch.arange(3)})
     assert len(made.ids) == 5
     for b in range(3):
         targets = made.targets[2 + b]
@@ -240,9 +239,8 @@ def test_text_is_continued_as_by_the_decoder_alone(name, atlas, words, pages):
     with torch.no_grad():
         logits = task.model.decoder(batch[TEXT][:, :-1])
         wanted = F.cross_entropy(logits.flatten(0, 1), batch[TEXT][:, 1:].flatten().long(), reduction="sum")
-        task.useful()
         torch.testing.assert_close(task(batch)["text"], wanted, rtol=1e-4, atol=1e-4)
-    assert task.useful() > 32 + task.rows.before  # the text's, the picture's and the talk's
+    assert task.useful(task.made(batch)) > 32 + task.rows.before  # the text's, the picture's and the talk's
 
 
 def test_logits_are_held_in_training_alone(atlas, words, pages):
@@ -337,7 +335,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in COMPILED]
 
 @pytest.mark.parametrize("name", ["mini-vlm-llava", "mini-vlm-gated", "vlm-codes", *SLOW])
 def test_a_step_is_one_graph_for_the_compiler(name, atlas, both):
-    """Behind the making of talks, which is recorded by itself; and no batch makes another one."""
+    """Behind the making of talks, which goes ahead of it; and no batch makes another one."""
     torch._dynamo.reset()
     task = task_of(name, atlas, both["<s>"])
     task.model.train()
@@ -350,15 +348,27 @@ def test_a_step_is_one_graph_for_the_compiler(name, atlas, both):
     whole = Whole(task)
     compiled = torch.compile(whole, backend=backend)
     for step in range(2):
-        batch = {"scenes": torch.arange(4) + 4 * step}
-        torch.manual_seed(0)
-        loss = compiled(batch)["answers"]
-        torch.manual_seed(0)
-        torch.testing.assert_close(loss, whole(batch)["answers"], rtol=1e-4, atol=1e-4)
+        batch = task.made({"scenes": torch.arange(4) + 4 * step})
+        torch.testing.assert_close(compiled(batch)["answers"], whole(batch)["answers"], rtol=1e-4, atol=1e-4)
     assert [count for count in graphs if count > 8] == [
         max(graphs)
     ]  # before the talks is a zero, behind them a product
     torch._dynamo.reset()
+
+
+def test_what_is_made_ahead_is_what_a_pass_would_make(atlas, words):
+    task = task_of("mini-vlm-llava", atlas, words, {"named": named()})
+    assert isinstance(task, MadeTask)
+    task.model.train()
+    batch = {"scenes": torch.arange(3), "named": torch.arange(2)}
+    torch.manual_seed(0)
+    useful = task.useful(task.made(batch))
+    for filled in (batch, task.fill(batch, "answers")):  # something blank is read, and counts for nothing
+        torch.manual_seed(0)
+        wanted = task(filled)["answers"]
+        torch.manual_seed(0)
+        made = task.made(filled)
+        assert torch.equal(task(made)["answers"], wanted) and task.useful(made) == useful
 
 
 def test_a_talk_is_recorded_in_training_alone(atlas, words, monkeypatch):
@@ -381,8 +391,8 @@ def test_the_log_shows_useful_tokens_the_tower_s_work_and_the_wait(atlas, monkey
             super().__init__(*given)
             made.append(self)
 
-        def useful(self):
-            self.told = super().useful()
+        def useful(self, batch):
+            self.told = super().useful(batch)
             return self.told
 
     kind = recipe.TASKS["vlm"]
@@ -404,8 +414,8 @@ def test_the_head_is_counted_for_what_is_learnt(atlas, words):
     task = task_of("mini-vlm-llava", atlas, words)
     batch = {"scenes": torch.arange(6)}
     before = task.flops(batch)
-    made = task._made(batch)
-    assert task.useful() > 0 and task._learnt == int((made.targets != IGNORED).sum()) / 6
+    made = made_of(task, batch)
+    assert task.useful(task.made(batch)) > 0 and task._learnt == int((made.targets != IGNORED).sum()) / 6
     head = 2 * task.model.decoder.logits(torch.zeros(1, 32)).shape[-1] * 32
     assert before - task.flops(batch) == head * (6 * task.settings.length - int((made.targets != IGNORED).sum()))
 

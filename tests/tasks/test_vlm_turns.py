@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers import randomize
-from tasks.small_vlms import KINDS, scenes_of, small
+from tasks.small_vlms import KINDS, made_of, scenes_of, small
 from tasks.test_contrast import named
 from vitrail import recipe
 from vitrail.data.scenes.sprites import Atlas
@@ -73,7 +73,7 @@ def alone(task: VLMTask, pixels: Tensor, ids: Tensor) -> Tensor:
 
 
 def hidden(task: VLMTask, index: Tensor) -> tuple[Any, Tensor]:
-    made = task._made({"scenes": index})
+    made = made_of(task, {"scenes": index})
     return made, task.rows.hidden(made.frame, made.pixels, made.ids, made.asked, made.since)
 
 
@@ -111,10 +111,11 @@ def test_pictures_of_one_turn_and_of_several_are_one_batch(atlas, words):
     plain = task_of("mini-vlm-llava", {}, atlas, words)
     source = named()
     task = VLMTask(plain.model, {"scenes": plain.talks["scenes"].source, "named": source}, words, plain.settings)
-    made = task._made({"scenes": torch.arange(2), "named": torch.arange(2)})
+    made = made_of(task, {"scenes": torch.arange(2), "named": torch.arange(2)})
     assert bool((made.since[:2] > 0).any()) and not bool((made.since[2:] > 0).any())
     assert (
-        VLMTask(plain.model, {"named": source}, words, plain.settings)._made({"named": torch.arange(2)}).since is None
+        made_of(VLMTask(plain.model, {"named": source}, words, plain.settings), {"named": torch.arange(2)}).since
+        is None
     )
 
 

@@ -81,7 +81,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, ·, D)
     if plan.simple:
         return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, enable_gqa=grouped).transpose(1, 2)
-    seen, blind = (made(q.shape[2], k.shape[2], q.device) for made in (plan.mask, plan.blind))
+    sizes = q.shape[2], k.shape[2]
+    seen, blind = plan.mask(*sizes, q.device), plan.blind(*sizes, q.device)
     if blind is not None:
         seen = seen | blind  # of a query that sees nothing CUDA's kernels make gradients of NaN, for every key
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)

@@ -97,7 +97,6 @@ class ChatTask:
             if speech.template.source != tokenizer.chat_template:
                 self.spoken.chat_template = kept(speech.template, tokenizer)
         self.weights = {"answers": 1.0} | ({"cut": 0.0} if settings.long == "cut" else {})
-        self._read = torch.zeros((), dtype=torch.long)  # tokens, padding aside, since `useful` was asked
         context = model.config.decoder.context
         if settings.length > context:
             raise ConfigError(
@@ -205,7 +204,6 @@ class ChatTask:
         blocks["image"] = tuple((rows, f"picture {n}") for n, (_, _, rows) in enumerate(pictures))
         fills = {feed: Fill(batch[PLACES + feed], batch[ROWS + feed], blocks[feed]) for feed in feeds}
         segments, spans = batch["segments"].cpu(), batch["spans"].cpu()
-        self._read = self._read + (segments >= 0).sum()
         none = torch.empty(0)  # these are of the samples one by one, which no pass asks for
         packed = Packed(
             **{field: batch[field] for field in ("ids", "kinds", "positions", "targets")},
@@ -231,10 +229,9 @@ class ChatTask:
 
     # ---- costs --------------------------------------------------------------------------------------------------
 
-    def useful(self) -> int:
-        """Tokens read since this was last asked, those of pictures included and padding left out."""
-        found, self._read = int(self._read), torch.zeros_like(self._read)
-        return found
+    def useful(self, batch: Batch) -> int:
+        """Tokens that a pass reads, those of pictures included and padding left out."""
+        return int((batch["segments"] >= 0).sum())
 
     def flops(self, batch: Batch) -> int:
         """Of a forward pass, the tower's included; the head's of what is learnt, and padding left out."""

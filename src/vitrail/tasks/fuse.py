@@ -29,7 +29,7 @@ from vitrail.objectives.queries import joint_loss, orthogonality
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.captioned import mark
 from vitrail.tasks.contrast import capped_scale
-from vitrail.tasks.vlm import VLMSettings, VLMTask
+from vitrail.tasks.vlm import MADE, VLMSettings, VLMTask
 from vitrail.train.task import Batch
 
 
@@ -92,12 +92,16 @@ class FuseTask:
         answers = text.work(B * self.talks.rows.questions, self.settings.length)
         return sum(leg.flops for name, leg in legs.items() if name != "decoder") + cost.flops(text, answers)
 
+    def made(self, batch: Batch) -> Batch:
+        return self.talks.made(batch)
+
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        model, made = self.model, self.talks._made(batch)
-        assert made is not None and made.asked is not None
-        B = len(made.ids)
-        groups = model.fuse(made.pixels, made.asked)
-        answers, labels = self._answers(made.ids, made.since)  # (B·K, A), (B·K,)
+        if MADE + "ids" not in batch:
+            batch = self.made(batch)
+        model, (pixels, ids, asked) = self.model, (batch[MADE + part] for part in ("pixels", "ids", "asked"))
+        B = len(ids)
+        groups = model.fuse(pixels, asked)
+        answers, labels = self._answers(ids, batch.get(MADE + "since"))  # (B·K, A), (B·K,)
         u = F.normalize(model.end_projection(groups.ends.flatten(0, 1)).float(), dim=-1)
         v = F.normalize(model.encode_answers(answers).float(), dim=-1)
         apart = torch.stack([orthogonality(queries.float()) for queries in groups.queries])  # (K, B)

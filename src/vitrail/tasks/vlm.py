@@ -5,7 +5,7 @@ B samples, C channels, S side, L tokens of a talk, K questions, T tokens of a qu
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from vitrail.tasks.told import IGNORED, TEXT, Teller, begins, collate, said_loss
 from vitrail.train.task import Batch
 
 BLANK = "blank/"  # before a part's name: something that runs it and says nothing
+MADE = "made/"  # before what a pass takes of pictures and the talks about them
 
 
 class VLMSettings(Config):
@@ -54,17 +55,6 @@ class VLMSettings(Config):
             raise ConfigError(f"weights {self.weights}", "name answers and text, and give 0 or more")
         if self.length < 8 or self.z < 0:
             raise ConfigError(f"length = {self.length}, z = {self.z:g}", "give 8 or more, 0 or more")
-
-
-class Made(NamedTuple):
-    """Talks about pictures, on the device."""
-
-    frame: Frame
-    pixels: Tensor  # (B, C, S, S), normalised as the tower reads them
-    ids: Tensor  # (B, L)
-    targets: Tensor  # (B, L) what each token should be followed by, where it is learnt
-    asked: Tensor | None  # (B, K, T) the questions, −1 behind each, where queries are fused with them
-    since: Tensor | None  # (B, L) the place where each token's turn begins, where that matters
 
 
 class VLMTask:
@@ -110,9 +100,7 @@ class VLMTask:
         kinds = (["answers"] if shown else []) + (["text"] if len(shown) < len(sources) else [])
         self.weights = {kind: settings.weights.get(kind, 1.0) for kind in kinds}
         self.teller = Teller(self.talks, words, words.eos, settings.length)
-        self._talked = torch.zeros(2, dtype=torch.long)  # tokens of talks and pictures, and how many of them are learnt
-        self._pictures = self._written = 0  # how many these are of, and tokens of text
-        self._learnt = float(settings.length)  # tokens of a talk, when last asked
+        self._learnt = float(settings.length)  # tokens of a talk, when `useful` was last asked
         self.longest = max([0, *map(self._question, self.talks)])  # tokens of a question
         for name in self.talks:
             self.teller.look_over(name, len(shown[name]))
@@ -139,19 +127,25 @@ class VLMTask:
     # ---- losses -------------------------------------------------------------------------------------------------
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        if MADE + "ids" not in batch:
+            batch = self.made(batch)
         zero = self.model.decoder.embed.weight.new_zeros((), dtype=torch.float32)
         losses = dict.fromkeys(self.weights, zero)
-        made = self._made(batch)
-        if made is not None:
-            hidden = self.rows.hidden(made.frame, made.pixels, made.ids, made.asked, made.since)
-            blank = BLANK + "answers" in batch
-            losses["answers"] = self._said(hidden, made.targets, "mean") * (len(made.ids) - blank)
+        if MADE + "ids" in batch:
+            pixels, ids, targets = (batch[MADE + part] for part in ("pixels", "ids", "targets"))
+            frame, asked, since = self._frame(ids.device), batch.get(MADE + "asked"), batch.get(MADE + "since")
+            hidden = self.rows.hidden(frame, pixels, ids, asked, since)
+            losses["answers"] = self._said(hidden, targets, "mean") * (len(ids) - (BLANK + "answers" in batch))
         text, blank = batch.get(TEXT), batch.get(BLANK + "text")
         if text is None and blank is not None:
             losses["text"] = self._text(blank) * 0
         elif text is not None:
             losses["text"] = self._text(text)
         return losses
+
+    @torch.compiler.disable  # frames are kept by device
+    def _frame(self, device: torch.device) -> Frame:
+        return self.rows.frame(device)
 
     def _text(self, ids: Tensor) -> Tensor:
         loss = self._said(self.rows.text(ids[:, :-1]), ids[:, 1:], "sum")
@@ -167,21 +161,35 @@ class VLMTask:
         z = self.settings.z if self.model.training else 0.0  # what is judged is the loss alone
         return said_loss(self.model.decoder, hidden, targets, reduction, z)
 
+    # ---- what is made of numbers --------------------------------------------------------------------------------
+
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()
-    def _made(self, batch: Batch) -> Made | None:
-        """The talks of all sources, one below the other."""
-        self._written += _followed(batch.get(TEXT))
+    def made(self, batch: Batch) -> Batch:
+        """The talks of all sources, one below the other, beside what else there is: behind `MADE`
+
+        pixels   (B, C, S, S), normalised as the tower reads them
+        ids      (B, L)
+        targets  (B, L) what each token should be followed by, where it is learnt
+        read     (2,) tokens of talks and pictures, padding aside, and how many of them are learnt
+        asked    (B, K, T) the questions, −1 behind each, where queries are fused with them
+        since    (B, L) the place where each token's turn begins, where that matters
+        """
         with recording() if self.model.training else nullcontext():  # even where nothing else is
             parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
         if BLANK + "answers" in batch:
             parts.append(self._blank(batch[BLANK + "answers"].device))
         if not parts:
-            return None
-        pixels, ids, targets, since = (torch.cat(column) for column in zip(*parts, strict=True))
-        asked = self._asked(ids, since) if self.fused else None
-        begun = since if self.apart or self.rows.later else None
-        return Made(self.rows.frame(ids.device), pixels, ids, targets, asked, begun)
+            return batch
+        columns = {key: [part[key] for part in parts] for key in parts[0]}
+        made = {key: torch.cat(column) for key, column in columns.items() if key != "read"}
+        made["read"] = torch.stack(columns["read"]).sum(0)
+        if self.fused:
+            made["asked"] = self._asked(made["ids"], made["since"])
+        if not (self.apart or self.rows.later):
+            del made["since"]
+        rest = {name: value for name, value in batch.items() if name not in self.talks}
+        return rest | {MADE + key: value for key, value in made.items()}
 
     def _asked(self, ids: Tensor, since: Tensor) -> Tensor:
         """The questions of talks (B, L): of each turn what comes before its first end, (B, K, T)"""
@@ -192,27 +200,25 @@ class VLMTask:
         slot = torch.where(question, turn_of(since) * T + place, K * T)  # what is no question goes behind, and away
         return ids.new_full((len(ids), K * T + 1), -1).scatter(1, slot, ids)[:, :-1].unflatten(1, (K, T))
 
-    def _talk(self, name: str, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """pixels (B, C, S, S), ids (B, L), what each token should be followed by (B, L), where it is learnt, and where
-        its turn begins (B, L)"""
+    def _talk(self, name: str, index: Tensor) -> Batch:
         told = self.teller.tell(name, index)
         turns = (turn_of(told.since) * told.inside).amax(1).sum()  # later ones
         shown = len(index) * self.rows.before + turns * (self.rows.later // max(1, self.rows.questions - 1))
-        found = torch.stack([told.inside.sum() + shown, (told.targets != IGNORED).sum()])
-        self._talked = self._talked.to(found.device) + found
-        self._pictures += len(index)
-        return self.viewed(told.pixels, name), told.ids, told.targets, told.since
+        read = torch.stack([told.inside.sum() + shown, (told.targets != IGNORED).sum()])
+        pixels = self.viewed(told.pixels, name)
+        return {"pixels": pixels, "ids": told.ids, "targets": told.targets, "since": told.since, "read": read}
 
     def _question(self, name: str) -> int:
         """Tokens that no question about a source's pictures exceeds."""
         told, table = self.talks[name], self.teller.table(torch.device("cpu"), name)
         return longest(told.words, table, told.kinds)[0] if isinstance(told, SceneTalks) else told.longest(table)[0]
 
-    def _blank(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _blank(self, device: torch.device) -> Batch:
         C, S = len(self.model.config.mean), self.rows.side
         ids = torch.full((1, self.settings.length), self.end, device=device)
         pixels = torch.zeros(1, C, S, S, device=device, dtype=self.model.decoder.embed.weight.dtype)
-        return pixels, ids, torch.full_like(ids, IGNORED), torch.zeros_like(ids)
+        nothing = torch.full_like(ids, IGNORED), torch.zeros_like(ids), ids.new_zeros(2)
+        return dict(zip(("pixels", "ids", "targets", "since", "read"), (pixels, ids, *nothing), strict=True))
 
     def viewed(self, pixels: Tensor, name: str) -> Tensor:
         """uint8 (B, 3 or 4, H, W) → (B, C, S, S), fitted, varied in training, and normalised as the tower reads it"""
@@ -227,13 +233,14 @@ class VLMTask:
 
     # ---- costs --------------------------------------------------------------------------------------------------
 
-    def useful(self) -> int:
-        """Tokens read since this was last asked, those of pictures included and padding left out."""
-        talked, learnt = self._talked.tolist()
-        found = talked + self._written
-        self._learnt = learnt / self._pictures if self._pictures else self._learnt
-        self._talked, self._pictures, self._written = torch.zeros_like(self._talked), 0, 0
-        return found
+    def useful(self, batch: Batch) -> int:
+        """Tokens that a pass over what was `made` reads, those of pictures included and padding left out."""
+        talked, written = 0, _followed(batch.get(TEXT))
+        if MADE + "ids" in batch:
+            talked, learnt = batch[MADE + "read"].tolist()
+            pictures = len(batch[MADE + "ids"]) - (BLANK + "answers" in batch)
+            self._learnt = learnt / pictures if pictures else self._learnt
+        return talked + written
 
     def flops(self, batch: Batch) -> int:
         """Of a forward pass, the tower's included; the head's of what is learnt, as it was when `useful` was asked.

@@ -85,8 +85,8 @@ class MeteredTask(Task, Protocol):
         """Operations of a step, forward and backward."""
         ...
 
-    def useful(self) -> int:
-        """Tokens read since this was last asked, padding aside."""
+    def useful(self, batch: Batch) -> int:
+        """Tokens that a pass over a batch, as it takes it, reads, padding aside."""
         ...
 
 

@@ -217,7 +217,7 @@ class Trainer:
             self.ema.update(self.task.model)
         spent = time.perf_counter() - start
         if isinstance(self.task, MeteredTask):
-            tokens = distributed.total({"useful": self.task.useful()})["useful"]
+            tokens = distributed.total({"useful": sum(map(self.task.useful, made))})["useful"]
             flops = sum(map(self.task.step_flops, micro))
         else:
             tokens, flops = max(counts.values(), default=0), self._passes * sum(map(self.task.flops, micro))
@@ -263,8 +263,6 @@ class Trainer:
             for name, loss in self.whole({key: value.to(self.device) for key, value in batch.items()}).items():
                 sums[name] = sums.get(name, 0.0) + loss.item()
         distributed.let_go(self.whole)
-        if isinstance(self.task, MeteredTask):
-            self.task.useful()  # what was judged is none of the next step's
         return {name: sums[name] / max(counts[name], 1) for name in sums}
 
     # ---- samples ------------------------------------------------------------------------------------------------

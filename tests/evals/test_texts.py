@@ -12,12 +12,15 @@ from evals.text_recorded import HARNESS
 from evals.text_rows import HUB, KINDS, corpus, decoder, llama, words_of
 from generate.test_answers import TEXTS as CAPTIONS
 from generate.test_answers import unified
+from helpers import randomize
+from models.test_looking import KINDS as LOOKING
 from test_talker import save
 from vitrail import hub
 from vitrail.errors import ConfigError, DataError, TextError
 from vitrail.evals.suites.scored.continued import chosen, told
 from vitrail.evals.suites.texts import TEXTS, any_benchmark, clean, weighed
 from vitrail.generate.continuations import Continuations, pair
+from vitrail.models.looking import LookingVLM
 from vitrail.processing.text import Tokenizer
 
 
@@ -128,8 +131,10 @@ def speakers(kind, root):
     if kind == "decoder":
         return decoder(BYTES.size), BYTES
     if kind == "unified":
-        words = Tokenizer.train(CAPTIONS * 3, 300)
-        return unified(), words
+        return unified(), Tokenizer.train(CAPTIONS * 3, 300)
+    if kind in LOOKING:
+        config = LOOKING[kind].with_(decoder=LOOKING[kind].decoder.with_(vocab=BYTES.size), mark=BYTES.size + 1)
+        return randomize(LookingVLM(config), 0, 0.3), BYTES
     save(root / "vlm")
     return hub.load(root / "vlm"), hub.tokenizer(root / "vlm")
 
@@ -142,7 +147,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["decoder", "vlm", "unified"])
+@pytest.mark.parametrize("kind", ["decoder", "vlm", "unified", "llama", "flamingo"])
 def test_a_batch_is_one_at_a_time(tmp_path, kind):
     torch.manual_seed(0)
     model = Continuations(*speakers(kind, tmp_path))
@@ -154,6 +159,12 @@ def test_a_batch_is_one_at_a_time(tmp_path, kind):
     context, said = pair(model.words, *ALL[0])
     steps = [model.of([([*context, *said[:n]], [said[n]])])[0] for n in range(len(said))]
     assert alone[0] == pytest.approx(sum(steps), abs=1e-3)
+
+
+def test_without_pictures_a_vlm_is_its_language_model(tmp_path):
+    model, words = speakers("vlm", tmp_path)
+    alone = Continuations(model.decoder, words).likelihoods(ALL)
+    assert Continuations(model, words).likelihoods(ALL) == pytest.approx(alone, abs=1e-3)
 
 
 @given(st.lists(st.tuples(st.text("ab red", min_size=1).filter(str.strip), st.text("abred", min_size=1)), max_size=5))

@@ -61,8 +61,8 @@ def text(
     if name not in TEXTS:
         raise ConfigError(f"there is no benchmark {name!r} of words alone", nearest(name, TEXTS))
     row = TEXTS[name].row
-    where: dict[str, Any] = {} if labels is None else {"labels": labels}
-    samples = row.read(data, limit=limit, **where)
+    beside: dict[str, Any] = {} if labels is None else {"labels": labels}
+    samples = row.read(data, limit=limit, **beside)
     # What cannot be read, scored or written is said before the weights are read.
     for path, option in ((common.out, "--out"), (answers, "--answers"), (page, "--page")):
         check_written(path, option)

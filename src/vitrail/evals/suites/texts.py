@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vitrail.data.formats import Sample, Samples
 from vitrail.data.formats.sample import asked
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evals.suites.answered import Question, asked_of
 from vitrail.evals.suites.benchmarks import ALONE, BENCHMARKS, Benchmark
 from vitrail.evals.suites.scored import continued
@@ -51,7 +51,7 @@ def _cleaned(samples: Samples) -> Samples:
         options = {letter: clean(text) for letter, text in sample.choices.items()}
         empty = next((letter for letter, text in options.items() if not text), None)
         if empty is not None:
-            raise ConfigError(f"ending {empty} of {sample.id} is nothing but marks", "leave that row out")
+            raise DataError(f"ending {empty} of {sample.id} is nothing but marks", "leave that row out")
         return replace(sample, turns=asked(question, 0), choices=options)
 
     return Samples(samples.kind, samples.path, range(len(samples)), make)

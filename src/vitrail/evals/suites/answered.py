@@ -61,9 +61,9 @@ def answers(
     **how: Any,
 ) -> list[str]:
     """One answer a sample. `batch` of them are asked at a time by `together`; where that cannot be, each by itself.
-    `blind` asks without its pictures and videos: what is shown where there are none is `nothing`, or a blank picture for a model
-    that must see one. `keep` is a file of JSON lines that answers are added to as they come; what it already holds of
-    the same model, question, pictures and `how` is not asked again. `how` goes to the model."""
+    `blind` asks without its pictures and videos: what is shown where there are none is `nothing`, or a blank picture
+    for a model that must see one. `keep` is a file of JSON lines that answers are added to as they come; what it
+    already holds of the same model, question, pictures and `how` is not asked again. `how` goes to the model."""
 
     def ask(asked: Sequence[Question]) -> Iterator[str]:
         if together is not None and len(asked) > 1:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from vitrail.evals.metrics.moments import overlap, read_span, write_span
 
-# What the scorers of lmms-eval (L), TimeLens (T) and Time-R1 (R) make of these words, where they read any span.
+# Letters say which scorers read the same span: lmms-eval's (L), TimeLens' (T), Time-R1's (R); the others read none, or
+# another (lmms-eval takes 0:05 for 0 and 5, and what is thought for what is answered).
 SAID = [
     ("The event happens in 24.3 - 30.4 seconds.", (24.3, 30.4)),  # L T
     ("The event 'person turn a light on' happens in the 24.3 - 30.4 seconds", (24.3, 30.4)),  # L T

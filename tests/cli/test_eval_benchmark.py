@@ -92,6 +92,20 @@ def test_by_likelihood(tmp_path, toy, capsys):
     assert (found["by"], found["prompt"]) == ("likelihood", "{question}")
 
 
+def test_a_part_of_a_file(tmp_path, toy, capsys):
+    made, out, kept = MAKERS["ocrvqa"][1](tmp_path), tmp_path / "scores.json", tmp_path / "kept.jsonl"
+    where = ("--data", made.path, "--pictures", made.options["pictures"])
+    run("folder", "ocrvqa", *where, "--out", out, "--device", "cpu")
+    found = json.loads(out.read_text())
+    assert (found["scores"][0]["of"], found["scores"][0]["beside"]) == (2, {"majority": 0.5, "blind": 0.5})
+    run("folder", "ocrvqa", *where, "--part", "train", "--out", out, "--answers", kept, "--device", "cpu")
+    found = json.loads(out.read_text())
+    assert (found["part"], found["scores"][0]["of"]) == ("train", 1)
+    capsys.readouterr()
+    run("compare", "ocrvqa", kept, kept, *where, "--part", "train")
+    assert "of 1" in capsys.readouterr().out
+
+
 def test_captions_by_a_contrastive_model(tmp_path, toy, capsys):
     own(tmp_path / "clip")
     made, out = MAKERS["coco-captions"][1](tmp_path), tmp_path / "scores.json"
@@ -113,6 +127,7 @@ def test_captions_by_a_contrastive_model(tmp_path, toy, capsys):
         (("pope", "--data", "{data}", "--clip", "folder"), "pope has no option 'clip'"),
         (("pope", "--data", "{data}", "--circular"), "no multiple choice"),
         (("pope", "--data", "{data}", "--by", "likelihood"), "no choice between options"),
+        (("pope", "--data", "{data}", "--part", "test"), "has no option 'part'"),
         (("pope", "--data", "{data}", "--annotations", "x.json"), "has no option 'annotations'"),
         (("chair", "--data", "{data}"), "cannot be scored without synonyms"),
         (("pope", "--data", "{data}", "--prompt", "{nope}"), "cannot be filled in"),

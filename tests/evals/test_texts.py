@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.text_recorded import HARNESS
+from evals.text_recorded import BARE, HARNESS, HARNESS_BARE
 from evals.text_rows import HUB, KINDS, corpus, decoder, llama, words_of
 from generate.test_answers import TEXTS as CAPTIONS
 from generate.test_answers import unified
@@ -51,6 +51,15 @@ def test_as_the_harness_has_it(tmp_path, kind):
         assert found == pytest.approx(scores), name
         for row, other in zip(own, weights, strict=True):
             assert row == pytest.approx(other, abs=2e-3), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bare_contexts_as_the_harness_has_them(kind):
+    words = words_of(kind)
+    model = Continuations(decoder(words.size, KINDS[kind]), words)
+    assert model.likelihoods(BARE) == pytest.approx(HARNESS_BARE[kind], abs=2e-3)
+    with pytest.raises(TextError, match="adds no token"):
+        model.likelihoods([("a ro", "of")])  # "roof" is one token: the harness stops there
 
 
 def test_prompts(tmp_path):

@@ -4,10 +4,12 @@ The numbers of `text_recorded.py` are what `harness` gave with its version 0.4.1
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evals.test_texts import ours
+from evals.text_recorded import BARE, HARNESS_BARE
 from evals.text_rows import HUB, KINDS, llama
 
 TASKS = {
@@ -19,17 +21,21 @@ TASKS = {
 }
 
 
+def theirs(root: Path, kind: str) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    llama(root / "llama", kind)
+    return HFLM(pretrained=str(root / "llama"), device="cpu", dtype="float32", batch_size=4)
+
+
 def harness(root: Path, kind: str) -> dict[str, tuple[dict[str, float], list[list[float]]]]:
     """By benchmark its scores, and of every sample how likely each option is."""
     import datasets
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    llama(root / "llama", kind)
-    model = HFLM(pretrained=str(root / "llama"), device="cpu", dtype="float32", batch_size=4)
-    found = {}
+    model, found = theirs(root, kind), {}
     for name, file in TASKS.items():
         data = str(root / f"{name}.parquet")
         datasets.Dataset.from_list(HUB[name]).to_parquet(data)
@@ -37,7 +43,7 @@ def harness(root: Path, kind: str) -> dict[str, tuple[dict[str, float], list[lis
         config |= {"dataset_path": "parquet", "dataset_name": None}
         config |= {"dataset_kwargs": {"data_files": dict.fromkeys(("train", "validation", "test"), data)}}
         task = ConfigurableTask(config=config)
-        told = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, log_samples=True)
+        told = lm_eval.evaluate(model, {config["task"]: task}, bootstrap_iters=0, log_samples=True)
         names = {"acc", "acc_norm"} & {key.partition(",")[0] for key in told["results"][config["task"]]}
         scores = {key: told["results"][config["task"]][f"{key},none"] for key in sorted(names)}
         rows = sorted(told["samples"][config["task"]], key=lambda sample: sample["doc_id"])
@@ -54,3 +60,14 @@ def test_the_harness_says_the_same(tmp_path, kind):
         assert found == pytest.approx(scores)
         for row, other in zip(own, weights, strict=True):
             assert row == pytest.approx(other, abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_harness_says_the_same_of_bare_contexts(tmp_path, kind):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    asked = [Instance("loglikelihood", {}, text, n) for n, text in enumerate(BARE)]
+    found = [value for value, _ in theirs(tmp_path, kind).loglikelihood(asked, disable_tqdm=True)]
+    assert found == pytest.approx(HARNESS_BARE[kind], abs=2e-3)

@@ -98,3 +98,12 @@ HARNESS = {
         ),
     },
 }
+
+# Contexts that are empty or end in spaces, with what goes on from them.
+BARE = [("", " red cube"), ("", "roof"), ("a roof  ", "tap"), ("a roof\n", " tap")]
+HARNESS_BARE = {
+    "bytes": [-29.5225, -10.1849, -29.3002, -29.8357],
+    "without bos": [-23.2738, -18.2540, -23.4092, -22.5838],
+    "pieces": [-32.3333, -7.1307, -18.8718, -18.0395],
+    "short": [-29.5225, -10.1849, -29.3002, -29.8357],
+}

@@ -50,7 +50,8 @@ def evaluate(
         A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
         (CLIP, SigLIP), and for retrieval BLIP-2 after its first stage; for a probe any with a picture tower; for
         questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing
-        and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language model.
+        and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language
+        model.
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, needle,
         stress, drawing, dpg, world or imitation; or a

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from vitrail.cli.eval_common import COMMON, Common, tell, write_page
+from vitrail.cli.eval_common import ASKED, COMMON, Common, tell, write_page
 from vitrail.cli.eval_easel import HAND, Easel, Hand, judge_of, open_detector
 from vitrail.cli.eval_reader import open_reader
 from vitrail.cli.written import check_written
@@ -87,7 +87,9 @@ def dpg(
     known = judge_of(detector, source, common)
     asked = suite.dense_prompts(known.words, source, count, held_out=unseen)
     graphs = graphs or asked.graphs
-    looker = suite.judged(known, asked) if reader is None else suite.Asker(reader.answerer, graphs, batch=common.batch)
+    looker = suite.judged(known, asked)
+    if reader is not None:
+        looker = suite.Asker(reader.answerer, graphs, batch=min(common.batch, ASKED.batch))
     seen = Gathered("dpg")
     scores = suite.densely(easel.draw, looker, graphs, drawings=drawings, batch=common.batch, watch=seen)
     if true and data is None:

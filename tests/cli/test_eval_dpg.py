@@ -28,7 +28,8 @@ def test_own_prompts_asked_of_a_model(run, tmp_path):
 
 def test_the_benchmarks_own_prompts(run, tmp_path):
     (tmp_path / "dpg.csv").write_text(table(ONE, TWO, TWO.replace("a,", "b,", 1).replace("2,1", "1,0")))
-    words = ("--data", tmp_path / "dpg.csv", "--asks", tmp_path / "model", "--judge", tmp_path / "judge", "--steps", 1)
+    nobody = ("--judge", "none", "--atlas", "none")  # neither is needed
+    words = ("--data", tmp_path / "dpg.csv", "--asks", tmp_path / "model", *nobody, "--steps", 1)
     found, shown = run("dpg", *words)
     assert found["count"] == 2 and found["questions"] == 3 and "such as: a boat, and a pier" in shown
     assert run("dpg", *words, "--count", 1)[0]["count"] == 1

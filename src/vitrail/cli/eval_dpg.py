@@ -78,30 +78,33 @@ def dpg(
         raise ConfigError("the prompts of --data are worded as they are", "leave --unseen out")
     if data is not None and asks is None:
         raise ConfigError(f"the judge cannot answer what {data} asks", "name a model that can with --asks")
-    graphs = read_dpg(data)[:count] if data is not None else []
-    easel, detector = Easel(model, hand, common), open_detector(judge, common)
+    told = read_dpg(data)[:count] if data is not None else []
+    easel = Easel(model, hand, common)
     reader = open_reader(asks, common) if asks is not None else None
-    easel.shows = detector.config.image.image if reader is None else reader.side
-    config = ScenesConfig(atlas=atlas, preset="drawing", scene=SCENE, side=easel.side, seed=hand.seed)
-    source = SceneSource(config, open_atlas(atlas)).only(detector.config.concepts[:concepts])
-    known = judge_of(detector, source, common)
-    asked = suite.dense_prompts(known.words, source, count, held_out=unseen)
-    graphs = graphs or asked.graphs
-    looker = suite.judged(known, asked)
+    scenes, looker = None, None
+    if data is None:
+        config = ScenesConfig(atlas=atlas, preset="drawing", scene=SCENE, side=easel.side, seed=hand.seed)
+        detector = open_detector(judge, common)
+        source = SceneSource(config, open_atlas(atlas)).only(detector.config.concepts[:concepts])
+        known = judge_of(detector, source, common)
+        scenes = source, suite.dense_prompts(known.words, source, count, held_out=unseen)
+        told, looker = scenes[1].graphs, suite.judged(known, scenes[1])
+        easel.shows = detector.config.image.image
     if reader is not None:
-        looker = suite.Asker(reader.answerer, graphs, batch=min(common.batch, ASKED.batch))
+        looker, easel.shows = suite.Asker(reader.answerer, told, batch=min(common.batch, ASKED.batch)), reader.side
+    assert looker is not None  # the prompts of --data are asked of a model
     seen = Gathered("dpg")
-    scores = suite.densely(easel.draw, looker, graphs, drawings=drawings, batch=common.batch, watch=seen)
-    if true and data is None:
-        scores.append(suite.redrawn_densely(easel.through, looker, asked, source, batch=common.batch))
+    scores = suite.densely(easel.draw, looker, told, drawings=drawings, batch=common.batch, watch=seen)
+    if true and scenes is not None:
+        scores.append(suite.redrawn_densely(easel.through, looker, scenes[1], scenes[0], batch=common.batch))
     if isinstance(looker, suite.Asker):
         scores.append(looker.score)
     settings = {
         "data": None if data is None else str(data), "asks": asks, "judge": judge if asks is None else None,
-        "count": len(graphs), "drawings": drawings, "unseen": unseen, **asdict(hand), "atlas": atlas,
-        "questions": sum(len(graph.questions) for graph in graphs),
+        "count": len(told), "drawings": drawings, "unseen": unseen, **asdict(hand), "atlas": atlas,
+        "questions": sum(len(graph.questions) for graph in told),
     }  # fmt: skip
-    print(f"such as: {graphs[0].prompt}")
+    print(f"such as: {told[0].prompt}")
     tell("dpg", model, settings, scores, common)
     if page is not None:
         write_page(page, "dpg", model, settings, scores, seen.examples, common)

@@ -60,6 +60,12 @@ CASES = {
     "llava, siglip": Case({"vision_config": SIGLIP, "vision_feature_select_strategy": "full"}),
     "llava, with CLS": Case({"vision_config": CLIP, "vision_feature_select_strategy": "full"}),
     "llava_next": Case({"vision_config": CLIP, "image_grid_pinpoints": PINPOINTS}),
+    "llava_onevision": Case(
+        {"vision_config": SIGLIP, "image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_2"},
+        [*TALKED, "<pic>", "<video>"],
+        {"eos": "<|im_end|>"},
+        "<pic>",
+    ),
     "deepseek_vl": Case({"vision_config": SIGLIP}, ["<pic>"], image="<pic>", mark="image_token_id"),
     "deepseek_vl_hybrid": Case({"vision_config": SIGLIP, "high_res_vision_config": SAM}, mark="image_token_id"),
     "blip-2": Case(
@@ -131,7 +137,7 @@ def made(name: str, template: str | None = None) -> tuple[Any, Tokenizer]:
     if name.startswith(("llava", "blip")):
         text["model_type"] = "llama"
     about |= {f"{mark[2:-2]}_token_id": words.id(mark) for mark in EYE[:2] if mark in case.specials}
-    about |= {"video_token_id": words.id(EYE[3])} if EYE[3] in case.specials else {}
+    about |= next(({"video_token_id": words.id(one)} for one in (EYE[3], "<video>") if one in case.specials), {})
     config = family.read(about)
     if isinstance(config.policy, Native):
         config = config.with_(policy=config.policy.with_(min_pixels=500, max_pixels=3000))
@@ -215,7 +221,7 @@ def test_their_processor_and_model_do_as_ours(name, exported, picture, monkeypat
         assert said == talker.ask(picture, ASK, max_new=8) and said
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if habit(name).chats])
+@pytest.mark.parametrize("name", [name for name in CASES if habit(name).chats and name != "llava_onevision"])
 def test_a_conversation(name, exported, picture, monkeypatch):
     folder, talker = exported(name)
     turns = [turn(picture, ASK), {"role": "assistant", "content": "a cube"}, turn(picture, "and here?")]
@@ -263,7 +269,7 @@ def test_what_came_is_kept(name, exported, tmp_path):
         assert found == {key: value for key, value in was.items() if key != "image_processor"}
 
 
-@pytest.mark.parametrize("name", ["internvl", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["internvl", "qwen2_vl", "llava_onevision"])
 def test_what_came_about_videos(name, exported, tmp_path):
     """Nothing but what the config of a model that is shown videos says, in its own words."""
     folder, file = tmp_path / "theirs", "video_preprocessor_config.json"

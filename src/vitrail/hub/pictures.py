@@ -31,7 +31,8 @@ PROCESSORS = {
     "dinov2_with_registers": "BitImageProcessor",
     "eva02": "BitImageProcessor",  # timm itself goes by its config.json
 }
-STILLS = ("image_processor_type", "crop_to_patches", "min_patches", "max_patches")  # what is said of pictures alone
+STILLS = ("image_processor_type", "crop_to_patches", "min_patches", "max_patches", "image_grid_pinpoints", "do_pad")
+"""What is said of pictures alone."""
 TIMM = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # what a timm config says of pictures
 
 

@@ -28,6 +28,7 @@ from vitrail.errors import ConfigError, ImageError
 from vitrail.models import seeing
 from vitrail.models.vlm_config import Shape, TowerConfig, VLMConfig
 from vitrail.nn import KVCache, LearnedPositions, Work, cost, small
+from vitrail.processing.anyres import AnyRes
 from vitrail.processing.cut import Cut
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import to_array
@@ -99,7 +100,7 @@ class VLM(nn.Module):
     def filmed(self, items: Sequence[Tensor]) -> Shown:
         """Videos (T, C, H, W), normalised, as the tower reads them: packed, or with a view for each frame."""
         policy = self.config.policy
-        if not isinstance(policy, Tiles):
+        if not isinstance(policy, Tiles | AnyRes):
             return self.packed(items)
         return self._here(Shown(torch.cat(list(items)), tuple(policy.film(len(item)) for item in items)))
 

@@ -22,7 +22,7 @@ from vitrail.processing.cut import Cut
 from vitrail.processing.footage import Footage
 from vitrail.processing.grid import Grid
 from vitrail.processing.images import NORMS
-from vitrail.processing.resolution import AnyPolicy, NaFlex, Naive, Native, Tiles
+from vitrail.processing.resolution import AnyPolicy, AnyRes, NaFlex, Naive, Native, Tiles
 from vitrail.stream import POSITIONS, Part, Rules, picture, video
 from vitrail.stream import queries as slots
 
@@ -49,7 +49,8 @@ class VLMConfig(Config):
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
     rules      how words and pictures become a stream
     marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
-    footage    which frames of a video are read, and how large; as Qwen's and InternVL's are, unless given
+    footage    which frames of a video are read, and how large; as Qwen's, InternVL's and LLaVA-OneVision's are, unless
+               given
     """
 
     tower: TowerConfig
@@ -121,12 +122,12 @@ class VLMConfig(Config):
     def _check_footage(self) -> None:
         if self.footage is None:
             return
-        usual, tiled = self._usual_footage, self.footage.rule == "internvl"
+        usual = self._usual_footage
         if usual is None:
             raise ConfigError(f"{type(self.tower).__name__} reads no videos", "leave footage out")
-        if tiled != (usual.rule == "internvl"):
+        if self.footage.rule != usual.rule and (self.footage.squares or usual.squares):
             raise ConfigError(f"footage by {self.footage.rule!r} for a tower that reads {usual.rule!r}", "leave it out")
-        if tiled and self.footage.side != usual.side:
+        if usual.squares and self.footage.side != usual.side:
             raise ConfigError(
                 f"frames of {self.footage.side} pixels, and tiles of {usual.side}", "do they belong together?"
             )
@@ -275,8 +276,12 @@ class VLMConfig(Config):
         if isinstance(self.tower, PackedViTConfig):
             rule = "qwen3-vl" if self.rules.positions == "qwen3-vl" else "qwen2-vl"
             return Footage.usual(rule, self.tower.patch * self.tower.merge)
-        if isinstance(self.policy, Tiles) and self.queries is None and not self.voco:  # which stand for pictures
+        if self.queries is not None or self.voco:  # which stand for pictures
+            return None
+        if isinstance(self.policy, Tiles):
             return Footage.usual("internvl", self.policy.tile)
+        if isinstance(self.policy, AnyRes) and self.policy.max_tiles and self.newline:  # LLaVA-NeXT reads none
+            return Footage.usual("llava-onevision", self.policy.tile)
         return None
 
     def tokens(self, shape: Shape, questions: int = 1) -> int:
@@ -329,8 +334,11 @@ class VLMConfig(Config):
         return self.tower.prefix if self.prefix and isinstance(self.tower, ViTConfig) else 0
 
     def clip(self, shape: Shape, **more: Any) -> Part:
-        """The place of a video in a stream: a grid of its temporal patches, or of as many frames as it has views."""
+        """The place of a video in a stream: a grid of its temporal patches, or of as many frames as it has views; a
+        cut where newlines stand in it."""
         if isinstance(shape, Grid):
+            return video(shape, **more)
+        if isinstance(self.policy, AnyRes) and self.stitches(shape):
             return video(shape, **more)
         frames = len(shape.views)
         each = shape.views[0].grid if self.stitches(shape) else Grid(h=1, w=self.given(shape) // frames)

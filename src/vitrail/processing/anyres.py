@@ -79,6 +79,16 @@ class AnyRes(Padded, tag="anyres"):
         stitched = Span(first=1, layout=(rows, columns), window=window, size=size, newline="row")
         return Cut(height=height, width=width, views=(base, *tiles), spans=(whole(base), stitched))
 
+    def film(self, frames: int) -> Cut:
+        """A video, as LLaVA-OneVision reads it: each of so many frames squashed to a tile, its tokens shrunk
+        (bilinearly) to half as many rows and columns, rounded up, and one newline behind the last frame."""
+        grid, tile = square(self.tile, self.patch, self.unread), (self.tile, self.tile)
+        view = View(source=(0, 0, *tile), resized=tile, offset=(0, 0), canvas=tile, grid=grid)
+        half = (math.ceil(grid.rows / 2), math.ceil(grid.columns / 2))
+        spans = [whole(view, first=n, newline="end" if n == frames - 1 else "none") for n in range(frames)]
+        halved = tuple(span.with_(size=half) for span in spans)
+        return Cut(height=self.tile, width=self.tile, views=(view,) * frames, spans=halved)
+
     def _best(self, height: int, width: int) -> Size:
         def merit(shape: Size) -> tuple[int, int]:
             tall, wide = shape[0] * self.tile, shape[1] * self.tile

@@ -50,7 +50,7 @@ class Span(Config):
 
     The views `first` … `first + layout rows × columns − 1` are laid side by side in raster order; `window` is what is
     kept of their tokens once those that lie in padding are dropped; `size` is that window after shrinking (only
-    `anyres` with `max_tiles` shrinks; the others have `size` = the window's).
+    `anyres` shrinks, with `max_tiles` and in films; the others have `size` = the window's).
     """
 
     first: int

@@ -1,5 +1,5 @@
-"""Which frames of a video are read, and how large: arithmetic only, no pixels. As in the video processors of Qwen and
-InternVL.
+"""Which frames of a video are read, and how large: arithmetic only, no pixels. As in the video processors of Qwen,
+InternVL and LLaVA-OneVision.
 
 T temporal patches of S frames each
 """
@@ -17,7 +17,9 @@ from vitrail.processing.preprocessing import side_of
 from vitrail.processing.resolution import Native
 
 About = dict[str, Any]
-Rule: TypeAlias = Literal["qwen2-vl", "qwen3-vl", "internvl"]
+Rule: TypeAlias = Literal["qwen2-vl", "qwen3-vl", "internvl", "llava-onevision"]
+FRAMES: dict[Rule, int] = {"internvl": 8, "llava-onevision": 32}
+"""Of rules by which each frame is squashed to a square: how many are read, as in their authors' examples."""
 FILE, PART = "video_preprocessor_config.json", "video_processor"
 MOST = 100_000
 """Frames that a file may ask for: a stranger's number must not make us decode for ever."""
@@ -28,6 +30,7 @@ class Footage(Config):
     rule        qwen2-vl: whole temporal patches of frames, evenly from the first on; a budget of pixels is a frame's.
                 qwen3-vl: evenly from the first frame to the last; a budget is that of the whole video.
                 internvl: the middle frames of as many equal parts; each is squashed to a square of max_pixels.
+                llava-onevision: the first frames of as many equal parts, squashed likewise.
     fps         frames a second that are read, but no fewer than min_frames, if the video has them, and no more than
                 max_frames
     frames      read of every video instead, unless it is asked about by frames a second
@@ -60,9 +63,9 @@ class Footage(Config):
 
     @classmethod
     def usual(cls, rule: Rule, factor: int) -> "Footage":
-        """As the models were released, for tokens of factor × factor pixels; InternVL's, for tiles of as many."""
-        if rule == "internvl":  # with the eight frames of its authors' examples
-            return cls(rule=rule, min_pixels=factor**2, max_pixels=factor**2, min_frames=1, frames=8)
+        """As the models were released, for tokens of factor × factor pixels; of squares, for tiles of as many."""
+        if rule in FRAMES:
+            return cls(rule=rule, min_pixels=factor**2, max_pixels=factor**2, min_frames=1, frames=FRAMES[rule])
         if rule == "qwen2-vl":
             return cls(rule=rule, min_pixels=128 * factor**2, max_pixels=768 * factor**2, cap=128_000)
         return cls(rule=rule, min_pixels=64 * 64, max_pixels=24 * 1024**2, cap=768)
@@ -87,6 +90,8 @@ class Footage(Config):
             count = frames or min(max(int(wanted), self.min_frames), self.max_frames, total)
             if self.rule == "internvl":
                 return [(2 * n + 1) * total // (2 * count) for n in range(count)]
+            if self.rule == "llava-onevision":
+                return [n * total // count for n in range(count)]
             return np.linspace(0, total - 1, count).round().astype(int).tolist()
         if frames is None:
             frames = math.floor(min(max(wanted, self.min_frames), self.max_frames, total) / temporal) * temporal
@@ -99,7 +104,7 @@ class Footage(Config):
 
     def size(self, frames: int, height: int, width: int, *, patch: int, merge: int, temporal: int = 2) -> Size:
         """Height and width that so many frames of this size are brought to."""
-        if self.rule == "internvl":
+        if self.squares:
             return (self.side, self.side)
         factor, most = patch * merge, self.max_pixels
         floor = int(1.05 * self.min_pixels)
@@ -113,8 +118,13 @@ class Footage(Config):
         return self._shared(frames, height, width, factor, most, temporal)
 
     @property
+    def squares(self) -> bool:
+        """Whether each frame is squashed to a square."""
+        return self.rule in FRAMES
+
+    @property
     def side(self) -> int:
-        """Of the square that InternVL reads of a frame."""
+        """Of the square that is read of a frame."""
         return math.isqrt(self.max_pixels)
 
     def _shared(self, frames: int, height: int, width: int, factor: int, most: int, temporal: int) -> Size:
@@ -138,7 +148,7 @@ class Footage(Config):
 
     def told(self, about: About) -> "Footage":
         """With what a video processor's file says; what it leaves out stays."""
-        if self.rule == "internvl":
+        if self.squares:
             return self._told_parts(about)
         size = about.get("size") or {}
         if not isinstance(size, dict):
@@ -154,7 +164,7 @@ class Footage(Config):
         return found.with_(cap=about.get("max_video_tokens") or found.cap)
 
     def _told_parts(self, about: About) -> "Footage":
-        shift = about.get("initial_shift")
+        shift = about.get("initial_shift") if self.rule == "internvl" else None
         if shift is not None and shift is not True:
             raise CheckpointError(
                 f"initial_shift is {shift!r}", "only true is built: frames amid their parts of a video"
@@ -167,13 +177,14 @@ class Footage(Config):
 
     def words(self) -> About:
         """As such a file says it."""
-        if self.rule == "internvl":
+        if self.squares:
+            middle = self.rule == "internvl"
             return {
-                "video_processor_type": "InternVLVideoProcessor",
+                "video_processor_type": "InternVLVideoProcessor" if middle else "LlavaOnevisionVideoProcessor",
                 "size": {"height": self.side, "width": self.side},
                 **({"fps": self.fps} if self.frames is None else {"num_frames": self.frames}),
                 "do_sample_frames": True,
-                "initial_shift": True,
+                **({"initial_shift": True} if middle else {}),
             }
         return {
             "video_processor_type": "Qwen3VLVideoProcessor" if self.rule == "qwen3-vl" else "Qwen2VLVideoProcessor",

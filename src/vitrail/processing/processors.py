@@ -196,6 +196,11 @@ def _anyres_words(config: Any) -> About:
     }
 
 
+def _onevision_words(config: Any) -> About:
+    words = _anyres_words(config) | {"size": _square(config.policy.tile), "do_center_crop": False}
+    return {key: value for key, value in words.items() if key != "crop_size"}
+
+
 def pinpoints(policy: AnyRes) -> list[list[int]]:
     """Grids as transformers says them, in pixels."""
     return [[rows * policy.tile, columns * policy.tile] for rows, columns in policy.grids]
@@ -260,6 +265,7 @@ IDEFICS = Processor("IdeficsImageProcessor", (Naive,), _one_view, _one_view_word
 DEEPSEEK_VL = Processor("DeepseekVLImageProcessor", (Framed,), _framed, _framed_words)
 DEEPSEEK_VL_HYBRID = TwoSizes("DeepseekVLHybridImageProcessor", (Framed,), _framed, _framed_words)
 LLAVA_NEXT = Processor("LlavaNextImageProcessor", (AnyRes,), _anyres, _anyres_words)
+LLAVA_ONEVISION = Processor("LlavaOnevisionImageProcessor", (AnyRes,), _anyres, _onevision_words)
 INTERNVL = Processor("GotOcr2ImageProcessor", (Tiles,), _tiles, _tiles_words)
 MLLAMA = Processor("MllamaImageProcessor", (Canvas,), _canvas, _canvas_words)
 QWEN_VL = Processor("Qwen2VLImageProcessor", (Native,), _native, _native_words)

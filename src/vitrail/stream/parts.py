@@ -129,8 +129,9 @@ def picture(shape: Shape, ids: Sequence[int] | Tensor | None = None, **more) -> 
     return Part(kind="image", shape=shape, ids=ids, **more)
 
 
-def video(shape: Grid | int, ids: Sequence[int] | Tensor | None = None, *, seconds: float = 1.0, **more) -> Part:
-    """A video, of which every temporal patch lasts `seconds` (two frames at 4 frames a second: 0.5)."""
+def video(shape: Shape, ids: Sequence[int] | Tensor | None = None, *, seconds: float = 1.0, **more) -> Part:
+    """A video, of which every temporal patch lasts `seconds` (two frames at 4 frames a second: 0.5). A `Cut` of its
+    frames can have newlines among them, and no time in its positions."""
     return Part(kind="video", shape=shape, ids=ids, seconds=seconds, **more)
 
 

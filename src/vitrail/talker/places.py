@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from vitrail.models.vlm import VLMConfig
 from vitrail.models.vlm_config import Shape
-from vitrail.processing.cut import Cut
 from vitrail.processing.text import Tokenizer
 from vitrail.stream import POSITIONS, Part, patch_by_patch, stamp, words
 from vitrail.talker.videos import Watched
@@ -24,8 +23,8 @@ def film(
     """The words ids[start:at] and the video whose mark is ids[at]; and where the words behind it begin. `around`:
     the ids before and behind a picture."""
     lead, clip, behind = list(ids[start:at]), config.clip(shape, seconds=seen.seconds), at + 1
-    if isinstance(shape, Cut):
-        said = [f"Frame{n}: " for n in range(1, len(shape.views) + 1)]
+    if config.films is not None and config.films.rule == "internvl":
+        said = [f"Frame{n}: " for n in range(1, len(seen.times) + 1)]
         said[1:] = [f"\n{text}" for text in said[1:]]
     elif POSITIONS[config.rules.positions].apart:
         around = [config.marks["vision_start"]], [config.marks["vision_end"]]

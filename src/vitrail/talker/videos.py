@@ -23,7 +23,7 @@ from vitrail.processing.cut import RESAMPLE
 from vitrail.processing.footage import step_of
 from vitrail.processing.images import Source, load_image, to_array
 from vitrail.processing.preprocessing import blamed
-from vitrail.processing.resolution import Native, Tiles
+from vitrail.processing.resolution import AnyRes, Native, Tiles
 from vitrail.stream import patch_times
 
 HELD = 1 << 28  # bytes of frames in their own size that are held at once
@@ -73,9 +73,10 @@ def is_video(source: Any) -> bool:
 def watch(video: Video, config: VLMConfig) -> Watched:
     """The frames that a model reads of a video, in the size that it reads them."""
     tower, policy, films = config.tower, config.policy, config.films
-    if films is None or not isinstance(policy, Native | Tiles):
+    if films is None or not isinstance(policy, Native | Tiles | AnyRes):
         raise ConfigError(f"{type(tower).__name__} reads no videos", "give frames as pictures")
     source, S = video.source, tower.temporal if isinstance(tower, PackedViTConfig) else 1
+    merge = 1 if isinstance(policy, AnyRes) else policy.merge
     film = open_video(source) if isinstance(source, str | os.PathLike | bytes) else None
     times = np.asarray(video.seconds, dtype=np.float64) if film is None else film.seconds
     lasts = step_of(times.tolist()) * len(times) if film is None else film.duration
@@ -90,7 +91,7 @@ def watch(video: Video, config: VLMConfig) -> Watched:
         if (image.height, image.width) != size:
             raise DataError(f"a video with frames of {size} and {(image.height, image.width)} pixels", "give one size")
         # The same for all frames, so that a long video is brought to its size while it is decoded.
-        height, width = films.size(len(chosen), *size, patch=policy.patch, merge=policy.merge, temporal=S)
+        height, width = films.size(len(chosen), *size, patch=policy.patch, merge=merge, temporal=S)
         image = image.resize((width, height), RESAMPLE[policy.resample])
         frames.append(to_array(image, config.mean, config.std))
     frames += frames[-1:] * (-len(frames) % S)

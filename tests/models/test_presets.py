@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextProcessor, LlavaOnevisionProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from hub.test_mllama import ROPE
 from hub.test_qwen_vl_shapes import RELEASED
@@ -38,6 +39,8 @@ TOKENS = {  # of a picture of 640 × 480
     "llava-1.5-qlip-last": 28**2,
     "llava-1.5-qlip-codes": 28**2,
     "llava-next-7b": 24**2 + 36 * (48 + 1),
+    "llava-onevision-0.5b": 27**2 + 40 * (54 + 1),
+    "llava-onevision-7b": 27**2 + 40 * (54 + 1),
     "prismatic-7b": 27**2,
     "deepseek-vl-1.3b": 24**2,
     "deepseek-vl-7b": 24**2,
@@ -113,6 +116,17 @@ def test_tokens_of_llava_next():
     assert config.tokens(config.policy.cut(672, 672)) == 2880 + 48
 
 
+def test_tokens_of_llava_onevision():
+    """As transformers counts them, beyond nine tiles' worth too; of a video's frame half a tile's rows and columns."""
+    config, processor = VLMS["llava-onevision-7b"], object.__new__(LlavaOnevisionProcessor)
+    processor.image_processor = LlavaOnevisionImageProcessorPil()
+    processor.num_image_tokens, processor.vision_aspect_ratio = 27**2, "anyres_max_9"
+    for height, width in ((480, 640), (384, 384), (3000, 2000), (333, 1000), (2000, 30)):
+        wanted = processor._get_number_of_features(height, width, 384, 384)
+        assert config.tokens(config.policy.cut(height, width)) == wanted
+    assert config.tokens(config.policy.film(32)) == 32 * 14 * 14 + 1 == 6273
+
+
 @pytest.mark.parametrize("name", VLMS)
 def test_sizes(name):
     config = VLMS[name]
@@ -132,6 +146,8 @@ FAMILY = {
     "llava-1.5-7b": "llava",
     "llava-1.5-13b": "llava",
     "llava-next-7b": "llava_next",
+    "llava-onevision-0.5b": "llava_onevision",
+    "llava-onevision-7b": "llava_onevision",
     "deepseek-vl-1.3b": "deepseek_vl",
     "deepseek-vl-7b": "deepseek_vl_hybrid",
     "blip2-opt-2.7b": "blip-2",

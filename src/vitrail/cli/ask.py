@@ -47,7 +47,8 @@ def ask(
     Parameters
     ----------
     picture
-        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL, Qwen3-VL and InternVL.
+        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL and
+        LLaVA-OneVision.
     words
         Questions, and further files.
     model
@@ -66,7 +67,7 @@ def ask(
         How many frames are read of each video.
     fps
         How many frames are read of each second of a video: 2, unless the model's folder says otherwise; InternVL reads
-        8 of the whole.
+        8 of the whole, LLaVA-OneVision 32.
     show
         A PNG to write: the picture, brightest where covering it costs the answer most. Of one question to a unified
         model.

@@ -121,6 +121,24 @@ def _internvl3(decoder: str) -> VLMConfig:
     )
 
 
+def _onevision(decoder: str, vocab: int) -> VLMConfig:
+    """SigLIP-so400m without its last block, over tiles of 384 bound to nine of them, and a Qwen2."""
+    words, norm = DECODERS[decoder].with_(vocab=vocab, context=32_768), NORMS["half"]
+    tower = VITS["siglip-so400m-384"]
+    return VLMConfig(
+        tower=tower.with_(layers=tower.layers - 1, pool="none"),
+        connector=ProjectorConfig(reads=tower.block.width, gives=words.block.width),
+        decoder=words,
+        policy=cast(AnyPolicy, POLICIES["llava-onevision"]),
+        mean=norm.mean,
+        std=norm.std,
+        layer=-1,
+        newline=True,
+        rules=Rules(fill=151_646),
+        marks={"video": 151_647},
+    )
+
+
 def _fewer(**more: Any) -> VLMConfig:
     """LLaVA-1.5-7B with fewer tokens of a picture, or with one that stands for it."""
     return _llava("clip-l14-336", "llava-1.5-7b", "llama-2-7b", cast(AnyPolicy, POLICIES["llava-1.5"]), **more)
@@ -298,6 +316,8 @@ VLMS: dict[str, VLMConfig] = {
     "llava-1.5-qlip-last":  _llava_qlip("qlip-l14-392", "llama-2-7b", layer=-1),
     "llava-1.5-qlip-codes": _llava_qlip("qlip-l14-392", "llama-2-7b", layer=None),
     "llava-next-7b":  _llava("clip-l14-336", "llava-1.5-7b",  "llama-2-7b",  AnyRes(), newline=True),
+    "llava-onevision-0.5b": _onevision("qwen2.5-0.5b", 152_000),
+    "llava-onevision-7b":   _onevision("qwen2.5-7b", 152_128),
     "prismatic-7b":   _prismatic("llama-2-7b"),
     "deepseek-vl-1.3b": _deepseek_vl(2048, 24, 16, 5632, fine=False),
     "deepseek-vl-7b":   _deepseek_vl(4096, 30, 32, 11_008, fine=True),

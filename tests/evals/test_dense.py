@@ -34,7 +34,10 @@ def test_who_draws_what_is_asked_has_all(made):
         return true[rows]
 
     seen = []
-    watch = lambda kind, pixels, text, right, *_: seen.append((kind, right))  # noqa: E731
+
+    def watch(kind, pixels, text, right, *_):
+        seen.append((kind, right))
+
     scores = densely(drawer, judged(judge, asked), asked.graphs, drawings=2, batch=5, watch=watch)
     assert calls == [(0, 5), (5, 5), (10, 2), (12, 5), (17, 5), (22, 2)]
     assert [score.value for score in scores] == [1.0] * len(scores) and scores[0].of == N
@@ -84,7 +87,10 @@ def test_a_model_that_is_asked(made):
 
 def test_of_one_prompt_there_are_no_others(made):
     source, judge, asked = made
-    drawer = lambda texts, first: source.render(asked.scenes)[:1]  # noqa: E731
+
+    def drawer(texts, first):
+        return source.render(asked.scenes)[:1]
+
     assert densely(drawer, judged(judge, asked), asked.graphs[:1])[0].beside == {}
 
 

@@ -324,3 +324,40 @@ def test_every_sweep_names_what_it_needs(name, tmp_path, monkeypatch):
         assert not sweep._absent(need.read_recipe())
         (need.folder / "final").mkdir(parents=True)
     assert not any(sweep._absent(found.read_recipe(variant, 0)) for variant in found.variants)
+
+
+def test_what_is_left_of_some_sweeps_is_one_queue(chain, tmp_path):
+    """What two sweeps start from is made once; the first seeds of both come before the second ones."""
+    other = tmp_path / "other.toml"
+    text = chain.read_text().replace("seeds = [0]", "seeds = [0, 1]")
+    chain.write_text(text)
+    other.write_text(text.replace('name = "chain"', 'name = "other"'))
+    outs = {str(chain): tmp_path / "a", str(other): tmp_path / "b"}
+    queue = {job.name: job for job in sweep.queue(outs, "cpu")}
+    seeds = [f"{name}: one, seed {seed}" for seed in (0, 1) for name in ("chain", "other")]
+    assert list(queue) == ["out/first", "out/second", *seeds]
+    assert [job.after for job in queue.values()] == [(), ("out/first",), *[("out/second",)] * 4]
+    assert queue["out/first"].words[3:] == ("train", "first.toml", "--out", "out/first", "--device", "cpu")
+    assert queue["other: one, seed 1"].words[-4:] == ("--share", "1/2", "--device", "cpu")
+    command(str(other), out=tmp_path / "b", device="cpu")
+    left = [job.name for job in sweep.queue(outs, "cpu")]
+    assert left == ["chain: one, seed 0", "chain: one, seed 1"]  # what is done is not begun again
+
+
+@pytest.mark.slow  # three processes
+def test_side_by_side_they_end_like_one_after_the_other(chain, tmp_path, capsys):
+    command(str(chain), out=tmp_path / "runs", jobs=2, device="cpu")
+    assert capsys.readouterr().out.splitlines()[0] == "first: vitrail train first.toml --out out/first"
+    assert (tmp_path / "runs" / "one" / "seed-0" / "final").is_dir() and (tmp_path / "out" / "first.log").is_file()
+    assert not sweep.queue({str(chain): tmp_path / "runs"})
+
+
+def test_a_start_that_nobody_makes_is_refused_before_the_others_are_made(chain, tmp_path):
+    chain.write_text(
+        chain.read_text()
+        + 'changes = { "model.parts" = { blocks = { start = "out/fourth/final", part = "blocks" } } }\n'
+    )
+    for jobs in (1, 2):
+        with pytest.raises(ConfigError, match="starts from out/fourth/final"):
+            command(str(chain), out=tmp_path / "runs", jobs=jobs, device="cpu")
+    assert not (tmp_path / "out").exists()

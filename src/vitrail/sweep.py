@@ -22,6 +22,7 @@ from vitrail.devices import usable
 from vitrail.errors import ConfigError, nearest
 from vitrail.hub.configs import shipped
 from vitrail.hub.packages import PACKAGES
+from vitrail.jobs import OURS, Job
 from vitrail.lab.origin import origin
 from vitrail.lab.student import half_width
 
@@ -141,11 +142,16 @@ def _toml(value: Any) -> str:
 # ---- what is trained before -------------------------------------------------------------------------------------
 
 
-def check_starts(sweep: Sweep, out: Path) -> None:
-    """Refuse a sweep of which a variant starts from a folder that is not there, before the first is trained."""
-    for run in runs(sweep.with_(seeds=sweep.seeds[:1]), out):  # a seed starts from nothing of its own
+def check_starts(sweep: Sweep, out: Path, share: tuple[int, int] = (0, 1), *, train: bool = False) -> None:
+    """Refuse a sweep of which a variant starts from a folder that is not there, before the first is trained; with
+    `train` one that it does not need, since what it needs is made first."""
+    needs = missing(sweep)
+    made = {str(need.folder) for need in needs} if train else set()
+    for run in runs(sweep, out, share):
         for name, start in _absent(sweep.read_recipe(run.variant, run.seed)).items():
-            commands = "".join(f"\n    {need.command}" for need in missing(sweep))
+            if str(Path(start).parent) in made:
+                continue
+            commands = "".join(f"\n    {need.command}" for need in needs)
             raise ConfigError(
                 f"{run.name}: {name} starts from {start}, which is not there",
                 f"train it first:{commands}" if commands else "train it first",
@@ -179,6 +185,36 @@ def _known(start: str) -> bool:
 # ---- running ----------------------------------------------------------------------------------------------------
 
 
+def queue(outs: Mapping[str, Path], device: str | None = None) -> list[Job]:
+    """What is left of some sweeps, name → folder: what is trained before, each once, and then all runs, seed by seed.
+    Each is a command that waits for those it starts from, and for no other."""
+    more = () if device is None else ("--device", device)
+    chosen = {name: read(name) for name in outs}
+    before: dict[str, Job] = {}
+    for sweep in chosen.values():
+        for need in missing(sweep):
+            words = (*OURS, *shlex.split(need.command)[1:], *more)
+            log = need.folder.with_name(f"{need.folder.name}.log")
+            name = str(need.folder)
+            before.setdefault(name, Job(name, words, log, _after(need.read_recipe(), before)))
+    found: list[tuple[int, Job]] = []
+    for name, sweep in chosen.items():
+        every = runs(sweep, outs[name])
+        for i, run in enumerate(every):
+            if not is_done(sweep, run):
+                share = ("--share", f"{i}/{len(every)}")
+                words = (*OURS, "sweep", name, "--out", str(outs[name]), *share, *more)
+                after = _after(sweep.read_recipe(run.variant, run.seed), before)
+                job = Job(f"{sweep.name}: {run.name}", words, outs[name] / f"job-{i}.log", after)
+                found.append((sweep.seeds.index(run.seed), job))
+    return [*before.values(), *(job for _, job in sorted(found, key=lambda one: one[0]))]
+
+
+def _after(chosen: recipes.Recipe, before: Mapping[str, Job]) -> tuple[str, ...]:
+    made = dict.fromkeys(str(Path(start).parent) for start in _absent(chosen).values())
+    return tuple(folder for folder in made if folder in before)
+
+
 def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None:
     """Train and test one run, or what is left of it."""
     chosen = sweep.read_recipe(run.variant, run.seed)
@@ -193,11 +229,23 @@ def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None
         _put(mark, made_of)
     for stage in chosen.stages:
         shutil.rmtree(run.folder / stage.name / "checkpoints", ignore_errors=True)
-    for name, words in sweep.tests.items():
-        file = run.folder / "tests" / f"{_slug(name)}.json"
-        if _read(file).get("asked") != list(words):
-            test(run.folder / "final", words, file)
-            _put(file, json.dumps({**_read(file), "asked": words}, indent=1, ensure_ascii=False))
+    for words, file in _untested(sweep, run):
+        test(run.folder / "final", words, file)
+        _put(file, json.dumps({**_read(file), "asked": words}, indent=1, ensure_ascii=False))
+
+
+def is_done(sweep: Sweep, run: Run) -> bool:
+    """Whether a run is trained as it would be now, and tested."""
+    chosen, mark = sweep.read_recipe(run.variant, run.seed), run.folder / "recipe.json"
+    if not mark.is_file() or _absent(chosen) or mark.read_text() != _made_of(chosen):
+        return False
+    return not _untested(sweep, run)
+
+
+def _untested(sweep: Sweep, run: Run) -> list[tuple[tuple[str, ...], Path]]:
+    """The tests that are left, by their words, each with its file."""
+    files = [(words, run.folder / "tests" / f"{_slug(name)}.json") for name, words in sweep.tests.items()]
+    return [(words, file) for words, file in files if _read(file).get("asked") != list(words)]
 
 
 def _made_of(chosen: recipes.Recipe) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vitrail import sweep as sweeps
 from vitrail.cli import claims as command
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.lab.claims import Claim, claim, claims, judge
 from vitrail.lab.claims_page import page
 from vitrail.lab.kept import read_kept, read_several
@@ -162,24 +162,35 @@ def test_the_page_is_what_the_command_writes(tmp_path, capsys):
 
 def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     chosen = claim("qlip-words-fall")
-    asked = []
+    asked, tables = [], {}
 
-    def sweep(name, *, out, jobs, show, device, train):
-        asked.append((name, jobs, device, train))
+    def run_sweeps(outs, *, jobs, device, train):
+        for name, out in outs.items():
+            asked.append((name, jobs, device, train))
+            sweep(name, out)
+        return []
+
+    def sweep(name, out):
         rows = [
             {"variant": variant, "test": one.test, "score": one.score, "values": {"0": a, "1": a, "2": a + 0.01}}
             for one in sorted(claims().values(), key=lambda one: one is chosen)
             if one.sweep == name
             for variant, a in ((one.first, 0.1), (one.second, 0.5))
         ]
-        out.mkdir(parents=True)
-        (out / "table.json").write_text(json.dumps(rows))
+        out.mkdir(parents=True, exist_ok=True)
+        tables[out] = rows
         for n, run in enumerate(sweeps.runs(sweeps.read(name), out)[1:]):
-            run.folder.mkdir(parents=True)
+            run.folder.mkdir(parents=True, exist_ok=True)
             then = {"date": "2020-01-01", "device": "abacus", "commit": f"c{n % 2}", "command": "vitrail sweep x"}
             (run.folder / sweeps.ORIGIN).write_text(json.dumps(then))
 
-    monkeypatch.setattr("vitrail.cli.sweep.sweep", sweep)
+    def show_table(name, out, show):
+        assert chosen.score in show
+        (out / "table.json").write_text(json.dumps(tables[out]))
+
+    monkeypatch.setattr("vitrail.cli.sweep.run_sweeps", run_sweeps)
+    monkeypatch.setattr("vitrail.cli.sweep.show_table", show_table)
+    monkeypatch.setattr("vitrail.sweep.is_done", lambda sweep, run: True)
     command.run("qlip-words-fall", out=tmp_path / "runs", jobs=2, device="cpu")
     assert asked == [("qlip-weights", 2, "cpu", True)]
     said = capsys.readouterr().out
@@ -200,6 +211,43 @@ def test_run_sweeps_and_judges(tmp_path, monkeypatch, capsys):
     )
     with pytest.raises(ConfigError, match="no sweep of its own"):
         command.run("qlip-late-quantizer-psnr")
+
+
+def test_claims_of_several_sweeps_are_run_together(tmp_path, monkeypatch, capsys):
+    asked, rows = [], {}
+
+    def run_sweeps(outs, **_):
+        asked.append(dict(outs))
+        for name, out in outs.items():
+            out.mkdir(parents=True, exist_ok=True)
+            ones = [one for one in claims().values() if one.sweep == name]
+            rows[out] = [
+                {"variant": variant, "test": one.test, "score": one.score, "values": {"0": a, "1": a, "2": a}}
+                for one in ones
+                for variant, a in ((one.first, 0.1), (one.second, 0.5))
+                if name != "vlm-fit"  # of which nothing is known yet
+            ]
+        return ["vlm-fit: naive, seed 0: failed"]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitrail.cli.sweep.run_sweeps", run_sweeps)
+    monkeypatch.setattr(
+        "vitrail.cli.sweep.show_table", lambda name, out, show: (out / "table.json").write_text(json.dumps(rows[out]))
+    )
+    monkeypatch.setattr("vitrail.sweep.is_done", lambda sweep, run: sweep.name != "vlm-fit")
+    with pytest.raises(TrainError, match="vlm-fit: naive, seed 0"):
+        command.run("vlm-mlp", "vlm-one-stage", "vlm-naive-crop", jobs=2, keep=True, results=tmp_path / "kept")
+    assert asked == [{"vlm": Path("out/vlm"), "vlm-fit": Path("out/vlm-fit")}]
+    said = capsys.readouterr().out
+    assert said.count("claimed") == 3 and "the results have no" in said
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["vlm.json"]  # what is not whole is not kept
+    with pytest.raises(ConfigError, match="one folder for the sweeps vlm, vlm-fit"):
+        command.run("vlm-mlp", "vlm-naive-crop", out=tmp_path / "x")
+    asked.clear()
+    with pytest.raises(TrainError):
+        command.run(out=None, jobs=2, results=tmp_path / "kept", device="cpu")
+    wanted = {one.sweep for one in claims().values()} - {None, "vlm"}
+    assert set(asked[0]) == wanted  # all that have a sweep, and no results yet
 
 
 def test_the_list_names_all(tmp_path, capsys):

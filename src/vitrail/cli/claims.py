@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError, TrainError
 
 app = App(
     name="claims",
@@ -34,11 +34,9 @@ def list_claims(*, results: Path = RESULTS) -> None:
         print(f"    {'not run yet' if kept is None else judge(claim, kept.values)}")
 
 
-@app.command(help_epilogue="Example: vitrail claims run vlm-mlp --jobs 4 --keep")
+@app.command(help_epilogue="Example: vitrail claims run vlm-mlp vlm-naive-crop --jobs 4 --keep")
 def run(
-    name: str,
-    /,
-    *,
+    *names: str,
     out: Path | None = None,
     jobs: int = 1,
     device: str | None = None,
@@ -46,48 +44,67 @@ def run(
     keep: Annotated[bool, Parameter(negative="")] = False,
     results: Path = RESULTS,
 ) -> None:
-    """Run what a claim needs, or what is left of it, and say whether it holds.
+    """Run what some claims need, or what is left of it, and say whether they hold.
 
     Parameters
     ----------
-    name
-        A claim that `vitrail claims list` shows.
+    names
+        Claims that `vitrail claims list` shows; without any, all that have a sweep and no results yet.
     out
-        Folder for the runs of its sweep; claims of one sweep share it. out/SWEEP unless said.
+        Folder for the runs of their sweep; claims of one sweep share it. out/SWEEP unless said.
     jobs
-        Runs side by side, each in a process of its own.
+        Runs side by side, each in a process of its own: those of all their sweeps, and what they start from.
     device
         cpu or cuda; a GPU is used where there is one.
     train
-        Train what the sweep starts from first, where it is not there; or say how, and stop.
+        Train what the sweeps start from first, where it is not there; or say how, and stop.
     keep
-        Put the sweep's table, with where it comes from, among the results, and write docs/claims.md anew.
+        Put the sweeps' tables, with where they come from, among the results, and write docs/claims.md anew.
     results
         Folder of kept results.
     """
     from vitrail import sweep as sweeps
-    from vitrail.cli.sweep import sweep
+    from vitrail.cli.sweep import run_sweeps, show_table
     from vitrail.lab.claims import RULE, SEEDS, claim, judge
+    from vitrail.lab.claims_page import found
     from vitrail.lab.kept import read_kept
 
-    chosen = claim(name)
-    if chosen.sweep is None:
-        raise ConfigError(f"the claim {name!r} has no sweep of its own", f"do {', '.join(chosen.commands)}; see docs")
-    out = out or Path("out") / chosen.sweep
-    if (seeds := len(sweeps.read(chosen.sweep).seeds)) < SEEDS:
-        print(
-            f"the sweep {chosen.sweep!r} has {seeds} seed{'s' if seeds > 1 else ''}, and fewer than {SEEDS} cannot "
-            f"decide: give it seeds = {list(range(SEEDS))} in {sweeps.folder() / chosen.sweep}.toml\n"
-        )
-    sweep(chosen.sweep, out=out, jobs=jobs, show=(chosen.score,), device=device, train=train)
-    print(f"\n{chosen.says}: claimed {chosen.range}")
-    print(judge(chosen, read_kept(out / "table.json").values))
+    chosen = [claim(name) for name in names]
+    chosen = chosen or [one for one, kept in found(results) if kept is None and one.sweep is not None]
+    for one in chosen:
+        if one.sweep is None:
+            raise ConfigError(f"the claim {one.name!r} has no sweep of its own", f"do {', '.join(one.commands)}")
+    outs = {one.sweep: out or Path("out") / one.sweep for one in chosen if one.sweep is not None}
+    if out is not None and len(outs) > 1:
+        raise ConfigError(f"one folder for the sweeps {', '.join(outs)}", "leave --out away, or name claims of one")
+    for name in outs:
+        if (seeds := len(sweeps.read(name).seeds)) < SEEDS:
+            print(
+                f"the sweep {name!r} has {seeds} seed{'s' if seeds > 1 else ''}, and fewer than {SEEDS} cannot "
+                f"decide: give it seeds = {list(range(SEEDS))} in {sweeps.folder() / name}.toml\n"
+            )
+    failed = run_sweeps(outs, jobs=jobs, device=device, train=train)
+    for name, folder in outs.items():
+        of_it = [one for one in chosen if one.sweep == name]
+        show_table(name, folder, tuple(one.score for one in of_it))
+        values = read_kept(folder / "table.json").values
+        for one in of_it:
+            print(f"\n{one.says}: claimed {one.range}")
+            try:
+                print(judge(one, values))
+            except DataError as error:  # of a sweep that is not whole; the others are told all the same
+                print(error.problem)
     print(f"\n{RULE}")
     if keep:
-        command = f"vitrail sweep {chosen.sweep} --out {out} --jobs {jobs}"
-        about = {"command": command, **sweeps.origins(sweeps.read(chosen.sweep), out)}
-        _keep(out / "table.json", results / f"{chosen.files[0]}.json", about)
+        for name, folder in outs.items():
+            sweep = sweeps.read(name)
+            if all(sweeps.is_done(sweep, run) for run in sweeps.runs(sweep, folder)):
+                file = next(one.files[0] for one in chosen if one.sweep == name)
+                about = {"command": f"vitrail sweep {name} --out {folder} --jobs {jobs}"}
+                _keep(folder / "table.json", results / f"{file}.json", about | sweeps.origins(sweep, folder))
         report(results=results)
+    if failed:
+        raise TrainError(f"{len(failed)} runs failed:\n" + "\n".join(failed), "mend them and start the command again")
 
 
 def _keep(table: Path, to: Path, origin: dict[str, str]) -> None:

@@ -1,8 +1,6 @@
 """`vitrail scaling run`: numbers of visual tokens compared on models that are trained for it."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -15,6 +13,7 @@ from vitrail.cli.scaling import print_table, save_figure, table_lines
 from vitrail.cli.written import write_plain
 from vitrail.errors import ConfigError, TrainError, VitrailError
 from vitrail.hub.files import write_json
+from vitrail.jobs import OURS, Job, side_by_side
 from vitrail.lab.contrasts import (
     Contrast,
     Line,
@@ -166,21 +165,13 @@ def _phase(experiment: Experiment, phase: Phase, out: Path, jobs: int, device: s
     if phase == "runs":
         experiment.cut()  # once, before many would
     more = [] if device is None else ["--device", device]
-    words = [sys.executable, "-m", "vitrail.cli", "scaling", "run", "--out", str(out), "--phase", phase, *more]
-    words += ["--design-file", str(experiment.folder / DESIGN)]
-    logs, started = [out / f"{phase}-{i}.log" for i in range(jobs)], []
-    try:
-        for i, log in enumerate(logs):
-            with log.open("w") as said:
-                started.append(subprocess.Popen([*words, "--share", f"{i}/{jobs}"], stdout=said, stderr=said))
-        codes = [process.wait() for process in started]
-    finally:
-        for process in started:
-            process.terminate()
-    ends = [log for code, log in zip(codes, logs, strict=True) if code]
-    if ends:
-        said = "\n".join(f"{log} ends with:\n" + "\n".join(log.read_text().splitlines()[-5:]) for log in ends)
-        raise TrainError(f"{len(ends)} of {jobs} jobs failed\n{said}", "mend that and start the command again")
+    words = (*OURS, "scaling", "run", "--out", str(out), "--phase", phase, *more)
+    words += ("--design-file", str(experiment.folder / DESIGN))
+    share = [(*words, "--share", f"{i}/{jobs}") for i in range(jobs)]
+    queue = [Job(f"{phase} {i}", one, out / f"{phase}-{i}.log") for i, one in enumerate(share)]
+    if failed := side_by_side(queue, jobs, phase):
+        said = "\n".join(failed.values())
+        raise TrainError(f"{len(failed)} of {jobs} jobs failed\n{said}", "mend that and start the command again")
 
 
 def _one_job(experiment: Experiment, phase: Phase, share: str) -> None:

@@ -1,18 +1,14 @@
 """`vitrail sweep`."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from vitrail.errors import ConfigError, TrainError, VitrailError
-
-if TYPE_CHECKING:
-    from vitrail.sweep import Row
 
 
 def sweep(
@@ -45,42 +41,66 @@ def sweep(
     train
         Train what the variants start from first, where it is not there; or say how, and stop.
     """
-    from tqdm import tqdm
-
-    from vitrail import recipe as recipes
-    from vitrail import sweep as sweeps
-
-    chosen = sweeps.read(sweep)
-    if jobs < 1:
-        raise ConfigError(f"{jobs} jobs", "give at least 1")
-    out.mkdir(parents=True, exist_ok=True)
-    mark, failed = out / "sweep", []
-    if mark.is_file() and mark.read_text() != chosen.name:
-        raise ConfigError(f"{out} holds the sweep {mark.read_text()!r}", "give each a folder of its own")
-    mark.write_text(chosen.name)
-    if train and share is None:
-        for need in sweeps.missing(chosen):
-            print(f"first: {need.command}", flush=True)
-            recipes.train(need.read_recipe(), need.folder, device=device)
-    sweeps.check_starts(chosen, out)
-    if share is None and jobs > 1:
-        failed = _side_by_side(sweep, out, jobs, device)
-    else:
-        i, of = map(int, (share or "0/1").split("/"))
-        for run in tqdm(sweeps.runs(chosen, out, (i, of)), desc=chosen.name, unit="run", disable=None):
-            try:
-                sweeps.do(chosen, run, partial(_test, device=device), device=device)
-            except VitrailError as error:  # the others need not wait for it
-                if error.problem.startswith("stopped by"):  # a signal, which is meant for all
-                    raise
-                failed.append(f"{run.name}: {error.problem}")
     if share is None:
-        _show(sweeps.table(chosen, out), out, show)
+        failed = run_sweeps({sweep: out}, jobs=jobs, device=device, train=train)
+        show_table(sweep, out, show)
+    else:
+        i, of = map(int, share.split("/"))
+        failed = _in_turn(sweep, out, device, (i, of))
     if failed:
         raise TrainError(f"{len(failed)} runs failed:\n" + "\n".join(failed), "mend them and start the command again")
 
 
-def _show(rows: "list[Row]", out: Path, show: tuple[str, ...]) -> None:
+def run_sweeps(outs: Mapping[str, Path], *, jobs: int, device: str | None, train: bool) -> list[str]:
+    """What is left of some sweeps, name → folder, one run after the other or many side by side. → what failed"""
+    from vitrail import recipe as recipes
+    from vitrail import sweep as sweeps
+    from vitrail.jobs import side_by_side
+
+    if jobs < 1:
+        raise ConfigError(f"{jobs} jobs", "give at least 1")
+    chosen = {name: sweeps.read(name) for name in outs}
+    for name, out in outs.items():
+        out.mkdir(parents=True, exist_ok=True)
+        if (mark := out / "sweep").is_file() and mark.read_text() != chosen[name].name:
+            raise ConfigError(f"{out} holds the sweep {mark.read_text()!r}", "give each a folder of its own")
+        mark.write_text(chosen[name].name)
+        sweeps.check_starts(chosen[name], out, train=train)
+        for need in sweeps.missing(chosen[name]):
+            print(f"first: {need.command}", flush=True)
+    if jobs > 1:
+        ended = side_by_side(sweeps.queue(outs, device), jobs, ", ".join(one.name for one in chosen.values()))
+        return [f"{name}: {how}" for name, how in ended.items()]
+    failed = []
+    for name, out in outs.items():
+        for need in sweeps.missing(chosen[name]):
+            recipes.train(need.read_recipe(), need.folder, device=device)
+        failed += _in_turn(name, out, device)
+    return failed
+
+
+def _in_turn(name: str, out: Path, device: str | None, share: tuple[int, int] = (0, 1)) -> list[str]:
+    from tqdm import tqdm
+
+    from vitrail import sweep as sweeps
+
+    chosen, failed = sweeps.read(name), []
+    sweeps.check_starts(chosen, out, share)
+    for run in tqdm(sweeps.runs(chosen, out, share), desc=chosen.name, unit="run", disable=None):
+        try:
+            sweeps.do(chosen, run, partial(_test, device=device), device=device)
+        except VitrailError as error:  # the others need not wait for it
+            if error.problem.startswith("stopped by"):  # a signal, which is meant for all
+                raise
+            failed.append(f"{run.name}: {error.problem}")
+    return failed
+
+
+def show_table(name: str, out: Path, show: tuple[str, ...] = ()) -> None:
+    """What is known so far: all of it in table.json, and on the screen the scores with one of some words in them."""
+    from vitrail import sweep as sweeps
+
+    rows = sweeps.table(sweeps.read(name), out)
     (out / "table.json").write_text(json.dumps([row.plain() for row in rows], indent=1, ensure_ascii=False) + "\n")
     rows = [row for row in rows if not show or any(word in row.score for word in show)]
     wide, long, tests = (
@@ -108,22 +128,3 @@ def _test(model: Path, words: tuple[str, ...], file: Path, *, device: str | None
         raise ConfigError(
             f"`vitrail eval` does not understand {' '.join(words)!r}", "see vitrail eval --help"
         ) from None
-
-
-def _side_by_side(sweep: str, out: Path, jobs: int, device: str | None) -> list[str]:
-    """Processes of the same command, each with its share; what they say is in files beside the runs. → what failed"""
-    more = [] if device is None else ["--device", device]
-    base = [sys.executable, "-m", "vitrail.cli", "sweep", sweep, "--out", str(out), *more]
-    logs = [out / f"job-{i}.log" for i in range(jobs)]
-    started = []
-    try:
-        for i, log in enumerate(logs):
-            with log.open("w") as file:
-                words = [*base, "--share", f"{i}/{jobs}"]
-                started.append(subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT))
-        codes = [process.wait() for process in started]
-    finally:
-        for process in started:
-            process.terminate()
-    ends = {log: "\n".join(log.read_text().splitlines()[-5:]) for code, log in zip(codes, logs, strict=True) if code}
-    return [f"{log} ends with:\n{end}" for log, end in ends.items()]

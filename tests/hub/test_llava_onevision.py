@@ -23,6 +23,7 @@ from vitrail.data.video import open_video
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.families import FAMILIES
+from vitrail.hub.llava import whole_spelt
 from vitrail.processing.anyres import GRIDS_ONEVISION, AnyRes
 from vitrail.processing.footage import FILE, Footage
 from vitrail.processing.text import Tokenizer
@@ -95,10 +96,13 @@ SHOWN = {  # sizes of pictures, frames of videos
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees(case, tmp_path):
+    agrees(CASES[case](), tmp_path)
+
+
+def agrees(reference, folder):
     """Logits of every sample, and the gradients of all of them, packed in one row here, each by itself there."""
-    reference = CASES[case]()
-    reference.save_pretrained(tmp_path)
-    ours = from_hf(tmp_path).eval()
+    reference.save_pretrained(folder)
+    ours = from_hf(folder).eval()
     every, samples, expected = [], [], []
     for sizes, counts in SHOWN.values():
         shown, films = ours.prepare(pictures(*sizes)) if sizes else None, filmed(ours, *counts)
@@ -128,12 +132,17 @@ def _together(shown):
 
 @pytest.mark.parametrize("case", CASES)
 def test_comes_back(case, tmp_path):
-    reference = CASES[case]()
-    reference.save_pretrained(tmp_path / "hf")
-    ours = from_hf(tmp_path / "hf")
-    assert FAMILY.fits(ours.config) and not FAMILIES["llava_next"].fits(ours.config)
-    to_hf(ours, tmp_path / "back")
-    back = T.AutoModelForImageTextToText.from_pretrained(tmp_path / "back").eval()
+    comes_back(CASES[case](), tmp_path, "llava_onevision")
+
+
+def comes_back(reference, folder, name):
+    reference.save_pretrained(folder / "hf")
+    ours = from_hf(folder / "hf")
+    others = {"llava_next", "llava_next_video", "llava_onevision"} - {name}
+    assert FAMILIES[name].fits(ours.config) and not any(FAMILIES[other].fits(ours.config) for other in others)
+    to_hf(ours, folder / "back")
+    assert whole_spelt(from_hf(folder / "back").config) == whole_spelt(ours.config)
+    back = T.AutoModelForImageTextToText.from_pretrained(folder / "back").eval()
     assert type(back) is type(reference)
     a, b = reference.state_dict(), back.state_dict()
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -141,9 +150,9 @@ def test_comes_back(case, tmp_path):
     parts = [words([1]), ours.config.part(shown.shapes[0]), ours.config.clip(films.shapes[0]), words([2])]
     sample = build(parts, ours.config.rules)
     assert torch.equal(*(theirs(model, sample, shown, films) for model in (reference, back)))
-    save(ours, tmp_path / "own")
-    again = load(tmp_path / "own")
-    assert again.config == ours.config and again.config.films.rule == "llava-onevision"
+    save(ours, folder / "own")
+    again = load(folder / "own")
+    assert again.config == ours.config and again.config.films.rule == name.replace("_", "-")
 
 
 def test_what_a_config_leaves_out_is_as_released():
@@ -244,7 +253,8 @@ def inputs(processor, talker, turns, images, videos):
     """Theirs. Pictures are given side by side: of those in a list of a prompt's own they make one view each."""
     said = [{**one, "content": [place(part) for part in parts_of(one, "a turn")]} for one in turns]
     text = talker.template.render(said, generate=True)
-    return processor(text=text, images=images or None, videos=videos or None, return_tensors="pt")
+    shown = {"images": images or None, "videos": videos or None}
+    return processor(text=text, **shown, return_tensors="pt", add_special_tokens=False)  # the template wrote them
 
 
 @pytest.mark.parametrize("case", SHOWN)

@@ -48,6 +48,7 @@ FAMILY = {  # name → config.json
     "llava": {**LLAVA, **CLIP},
     "llava, siglip": {**LLAVA, **SIGLIP},
     "llava_next": {**LLAVA, **CLIP, "image_grid_pinpoints": PINPOINTS},
+    "llava_next_video": {**LLAVA, **CLIP, "image_grid_pinpoints": PINPOINTS},
     "llava_onevision": {**LLAVA, **SIGLIP, "image_grid_pinpoints": PINPOINTS},
     "qwen2_vl": {**QWEN, "vision_config": SECOND},
     "qwen2_5_vl": {**QWEN, "vision_config": {**THIRD, "window_size": 12, "fullatt_block_indexes": [1]}},
@@ -100,6 +101,7 @@ SAID = [  # a family, and what its processor is told
     ("llava, siglip", {"size": {"shortest_edge": 30}, "crop_size": SQUARE, **LEVELS}),
     ("llava_next", {"size": {"shortest_edge": 28}, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS}),
     ("llava_next", {"size": SQUARE, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS, "resample": 2, **LEVELS}),
+    ("llava_next_video", {"size": {"shortest_edge": 28}, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS}),
     ("llava_onevision", {"size": SQUARE, "image_grid_pinpoints": PINPOINTS}),
     ("llava_onevision", {"size": SQUARE, "image_grid_pinpoints": PINPOINTS, "resample": 2, **LEVELS}),
     *(
@@ -256,6 +258,7 @@ WRONG = [
     ("llava_next", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
     ("llava_next", {"size": {"shortest_edge": 56}}, "size"),
     ("llava_next", {"crop_size": {"height": 14, "width": 14}}, "crop_size"),
+    ("llava_next_video", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
     ("llava_onevision", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
     ("llava_onevision", {"size": {"height": 56, "width": 56}}, "size"),
     ("qwen2_vl", {"patch_size": 14}, "patch_size is 14, and the model's is 3"),

@@ -66,6 +66,9 @@ CASES = {
         {"eos": "<|im_end|>"},
         "<pic>",
     ),
+    "llava_next_video": Case(
+        {"vision_config": CLIP, "image_grid_pinpoints": PINPOINTS}, ["<pic>", "<video>"], image="<pic>"
+    ),
     "deepseek_vl": Case({"vision_config": SIGLIP}, ["<pic>"], image="<pic>", mark="image_token_id"),
     "deepseek_vl_hybrid": Case({"vision_config": SIGLIP, "high_res_vision_config": SAM}, mark="image_token_id"),
     "blip-2": Case(
@@ -173,8 +176,9 @@ def opened(folder, monkeypatch):
     if "video_processor" not in kind.get_attributes():
         return T.AutoProcessor.from_pretrained(folder)
     monkeypatch.setattr(T.ProcessorMixin, "check_argument_for_proper_class", lambda *given: None)
-    parts = [part.from_pretrained(folder) for part in (T.AutoImageProcessor, T.AutoTokenizer)]
-    return kind(*parts, None, chat_template=(folder / TEMPLATE).read_text(), **told)
+    loaded = {"image_processor": T.AutoImageProcessor, "tokenizer": T.AutoTokenizer}
+    parts: dict[str, Any] = {name: part.from_pretrained(folder) for name, part in loaded.items()}
+    return kind(**parts, video_processor=None, chat_template=(folder / TEMPLATE).read_text(), **told)
 
 
 def asked(processor, picture) -> Any:
@@ -269,7 +273,7 @@ def test_what_came_is_kept(name, exported, tmp_path):
         assert found == {key: value for key, value in was.items() if key != "image_processor"}
 
 
-@pytest.mark.parametrize("name", ["internvl", "qwen2_vl", "llava_onevision"])
+@pytest.mark.parametrize("name", ["internvl", "qwen2_vl", "llava_onevision", "llava_next_video"])
 def test_what_came_about_videos(name, exported, tmp_path):
     """Nothing but what the config of a model that is shown videos says, in its own words."""
     folder, file = tmp_path / "theirs", "video_preprocessor_config.json"

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextProcessor, LlavaOnevisionProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    LlavaNextProcessor,
+    LlavaNextVideoProcessor,
+    LlavaOnevisionProcessor,
+)
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
@@ -39,6 +45,7 @@ TOKENS = {  # of a picture of 640 × 480
     "llava-1.5-qlip-last": 28**2,
     "llava-1.5-qlip-codes": 28**2,
     "llava-next-7b": 24**2 + 36 * (48 + 1),
+    "llava-next-video-7b": 24**2 + 36 * (48 + 1),
     "llava-onevision-0.5b": 27**2 + 40 * (54 + 1),
     "llava-onevision-7b": 27**2 + 40 * (54 + 1),
     "prismatic-7b": 27**2,
@@ -116,6 +123,21 @@ def test_tokens_of_llava_next():
     assert config.tokens(config.policy.cut(672, 672)) == 2880 + 48
 
 
+def test_tokens_of_llava_next_video():
+    """Pictures as LLaVA-NeXT's, and of a video a quarter of each frame's patches, as transformers counts them."""
+    config, processor = VLMS["llava-next-video-7b"], object.__new__(LlavaNextVideoProcessor)
+    processor.patch_size, processor.video_token = 14, "v"
+    for frames in (1, 8, 28):
+        seen = {"pixel_values_videos": torch.empty(1, frames, 3, 336, 336, dtype=torch.uint8)}
+        film = config.policy.film(frames)
+        assert config.tokens(film) == config.clip(film).tokens == len(processor.replace_video_token(seen, 0))
+    assert config.tokens(config.policy.film(8)) == 8 * 144
+    assert config.policy.cut(480, 640) == VLMS["llava-next-7b"].policy.cut(480, 640)
+    with torch.device("meta"):  # LLaVA-NeXT's weights, and 64 words more, to read and to say
+        next_7b, ours = (size(VLM(VLMS[f"llava-next-{name}"])) for name in ("7b", "video-7b"))
+    assert ours == next_7b + 2 * 64 * 4096
+
+
 def test_tokens_of_llava_onevision():
     """As transformers counts them, beyond nine tiles' worth too; of a video's frame half a tile's rows and columns."""
     config, processor = VLMS["llava-onevision-7b"], object.__new__(LlavaOnevisionProcessor)
@@ -146,6 +168,7 @@ FAMILY = {
     "llava-1.5-7b": "llava",
     "llava-1.5-13b": "llava",
     "llava-next-7b": "llava_next",
+    "llava-next-video-7b": "llava_next_video",
     "llava-onevision-0.5b": "llava_onevision",
     "llava-onevision-7b": "llava_onevision",
     "deepseek-vl-1.3b": "deepseek_vl",

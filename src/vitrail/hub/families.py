@@ -14,6 +14,7 @@ from vitrail.hub.family import Family
 from vitrail.hub.idefics import IDEFICS
 from vitrail.hub.internvl import INTERNVL
 from vitrail.hub.llava import LLAVA
+from vitrail.hub.llava_next_video import LLAVA_NEXT_VIDEO
 from vitrail.hub.llava_onevision import LLAVA_ONEVISION
 from vitrail.hub.mllama import MLLAMA
 from vitrail.hub.opt import OPT
@@ -60,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(*DECODERS, OPT, *ENCODERS, *TOWERS_VL, BLIP2_TOWER, *LLAVA, *QWEN_VL, MLLAMA, IDEFICS, BLIP2, INTERNVL),
-        *(LLAVA_ONEVISION, *DEEPSEEK_VL, BLIP2_TEXT, EVA02, AUTOENCODER_KL, QLIP_FAMILY),
+        *(LLAVA_NEXT_VIDEO, LLAVA_ONEVISION, *DEEPSEEK_VL, BLIP2_TEXT, EVA02, AUTOENCODER_KL, QLIP_FAMILY),
     )
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

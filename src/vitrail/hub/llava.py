@@ -1,5 +1,6 @@
 """LLaVA-1.5 and LLaVA-NeXT, in transformers' layout: a tower, an MLP, a language model, each of a family of its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 from vitrail.connectors import ProjectorConfig
@@ -125,7 +126,7 @@ def _told(config: Any, words: Words) -> About:
         "patch_size": config.tower.patch,
         "num_additional_image_tokens": config.tower.prefix,
         "vision_feature_select_strategy": _strategy(config),
-        **({"image_token": words["image"]} if "image" in words else {}),
+        **{f"{mark}_token": words[mark] for mark in ("image", "video") if mark in words},
     }
 
 
@@ -149,6 +150,29 @@ def _moves(config: VLMConfig) -> list[Move]:
     ]
     width = config.decoder.block.width
     return [*moves, view("newline", "image_newline", (1, width), (width,))] if config.newline else moves
+
+
+def gridded(about: About) -> None:
+    """Refuse a config by which the tower's CLS would be read among the patches of tiles and frames."""
+    if about["vision_feature_select_strategy"] == "full" and part(about, "vision_config", TOWERS, "")[1].prefix:
+        raise CheckpointError(
+            "vision_feature_select_strategy 'full' reads the tower's CLS, which has no place in a grid of tokens",
+            "known for this tower: default",
+        )
+
+
+def video_mark(about: About, usual: int) -> dict[str, int]:
+    return {"video": about.get("video_token_id", about.get("video_token_index", usual))}
+
+
+def film_spelt(usual: int) -> Callable[[VLMConfig], VLMConfig]:
+    """`whole_spelt` of those that read videos, by a token that is usually this."""
+
+    def films_spelt(config: VLMConfig) -> VLMConfig:
+        marks = {"video": usual} | config.marks
+        return whole_spelt(config).with_(footage=None, marks=marks)  # its own file says the footage
+
+    return films_spelt
 
 
 def whole_spelt(config: VLMConfig) -> VLMConfig:

@@ -6,7 +6,7 @@ from typing import Any
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.family import Family, round_trip
 from vitrail.hub.habit import Habit, Words
-from vitrail.hub.llava import COPIES, LLAVA, OLDER, TOWERS, part, whole_spelt
+from vitrail.hub.llava import COPIES, LLAVA, OLDER, film_spelt, gridded, video_mark
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.processing import processors
 from vitrail.processing.anyres import GRIDS_ONEVISION, AnyRes
@@ -32,17 +32,13 @@ def _read(about: About) -> VLMConfig:
     about["vision_config"] = {"model_type": "siglip_vision_model", **(about.get("vision_config") or TOWER)}
     about["text_config"] = {"model_type": "qwen2", **about.get("text_config", {})}
     about.setdefault("image_grid_pinpoints", [[384 * rows, 384 * columns] for rows, columns in GRIDS_ONEVISION])
-    if about["vision_feature_select_strategy"] == "full" and part(about, "vision_config", TOWERS, "")[1].prefix:
-        raise CheckpointError(
-            "vision_feature_select_strategy 'full' reads the tower's CLS, which has no place in a grid of tokens",
-            "known for this tower: default",
-        )
+    gridded(about)
     config = NEXT.read(about)
     policy = config.policy
     assert isinstance(policy, AnyRes)
     return config.with_(
         policy=policy.with_(max_tiles=_tiles(about.get("vision_aspect_ratio", NINE))),
-        marks={"video": about.get("video_token_id", about.get("video_token_index", VIDEO))},
+        marks=video_mark(about, VIDEO),
     )
 
 
@@ -79,17 +75,12 @@ def _told(config: Any, words: Words) -> About:
     }
 
 
-def _spelt(config: VLMConfig) -> VLMConfig:
-    marks = {"video": VIDEO} | config.marks
-    return whole_spelt(config).with_(footage=None, marks=marks)  # its own file says the footage
-
-
 LLAVA_ONEVISION = Family(
     "llava_onevision",
     VLM,
     _read,
     _write,
-    round_trip(_read, _write, _spelt, processors.LLAVA_ONEVISION),
+    round_trip(_read, _write, film_spelt(VIDEO), processors.LLAVA_ONEVISION),
     NEXT.moves,
     copies=COPIES,
     older=OLDER,

@@ -121,6 +121,13 @@ def _internvl3(decoder: str) -> VLMConfig:
     )
 
 
+def _next_video(tower: str, connector: str, decoder: str) -> VLMConfig:
+    """LLaVA-NeXT that reads a frame as means of 2 × 2 patches; of the words that were added, one is for a video."""
+    config = _llava(tower, connector, decoder, AnyRes(pool=2), newline=True)
+    words = config.decoder.with_(vocab=32_064)
+    return config.with_(decoder=words, rules=Rules(fill=32_001), marks={"video": 32_000})
+
+
 def _onevision(decoder: str, vocab: int) -> VLMConfig:
     """SigLIP-so400m without its last block, over tiles of 384 bound to nine of them, and a Qwen2."""
     words, norm = DECODERS[decoder].with_(vocab=vocab, context=32_768), NORMS["half"]
@@ -316,6 +323,7 @@ VLMS: dict[str, VLMConfig] = {
     "llava-1.5-qlip-last":  _llava_qlip("qlip-l14-392", "llama-2-7b", layer=-1),
     "llava-1.5-qlip-codes": _llava_qlip("qlip-l14-392", "llama-2-7b", layer=None),
     "llava-next-7b":  _llava("clip-l14-336", "llava-1.5-7b",  "llama-2-7b",  AnyRes(), newline=True),
+    "llava-next-video-7b":  _next_video("clip-l14-336", "llava-1.5-7b", "llama-2-7b"),
     "llava-onevision-0.5b": _onevision("qwen2.5-0.5b", 152_000),
     "llava-onevision-7b":   _onevision("qwen2.5-7b", 152_128),
     "prismatic-7b":   _prismatic("llama-2-7b"),

@@ -17,6 +17,7 @@ from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import DeepStackConfig, ExpertConfig, Marked, Pictures, Stacked
 from vitrail.codecs.tower import CodesTower, CodesTowerConfig
 from vitrail.connectors import Fused, make_connector
+from vitrail.connectors.grids import Laid
 from vitrail.connectors.reduce import AnyReduction, watched
 from vitrail.connectors.stitch import stitched
 from vitrail.connectors.voco import voco_groups, voco_plan
@@ -54,6 +55,13 @@ class Seen(NamedTuple):
     depths: list[list[Tensor]]
 
 
+class Read(NamedTuple):
+    """How the connector reads a view."""
+
+    reduction: AnyReduction | None  # what leaves fewer of its features before
+    laid: Laid  # how those lie
+
+
 class VLM(nn.Module):
     """`model(batch, pictures)` → logits (B, L, V) of a packed stream."""
 
@@ -82,10 +90,11 @@ class VLM(nn.Module):
 
     def _take(self, config: VLMConfig) -> None:
         """What a pass asks of the config is asked once: it is no work for a compiler."""
-        self.config, self._reduction = config, config.reduction
-        packed = isinstance(config.tower, PackedViTConfig)
-        self._grid = None if packed else config.grid
-        self._laid = None if self._grid is None else config.laid(self._grid)
+        self.config, self._grid, self._still, self._frame = config, None, None, None
+        if not isinstance(config.tower, PackedViTConfig):
+            policy, self._grid = config.policy, config.grid
+            frame = policy.film(1).views[0].grid if isinstance(policy, AnyRes) else self._grid
+            self._still, self._frame = (Read(config.left(grid), config.laid(grid)) for grid in (self._grid, frame))
 
     # ---- pixels -------------------------------------------------------------------------------------------------
 
@@ -129,13 +138,15 @@ class VLM(nn.Module):
         views = [view for cut in cuts for view in cut.views]
         if len(shown.pixels) != len(views):
             raise ImageError(f"{len(shown.pixels)} views for pictures that were cut into {len(views)}", "use prepare")
-        soft = self.soft(shown.pixels)  # (V, M, W)
+        soft = self.soft(shown.pixels, frames=views[0].grid != self._grid)  # (V, M, W)
         return Seen([self._read(mine, cut) for mine, cut in zip(_by_cut(soft, cuts), cuts, strict=True)], [])
 
-    def soft(self, pixels: Tensor) -> Tensor:
-        """Views (V, C, H, W) → soft tokens (V, M, W)"""
-        features = self.features(pixels) if self._reduction is None else self._left(pixels, self._reduction)
-        return self.connector(features, self._laid)
+    def soft(self, pixels: Tensor, *, frames: bool = False) -> Tensor:
+        """Views (V, C, H, W), of pictures or of videos → soft tokens (V, M, W)"""
+        read = self._frame if frames else self._still
+        assert read is not None
+        features = self.features(pixels) if read.reduction is None else self._left(pixels, read.reduction)
+        return self.connector(features, read.laid)
 
     def features(self, pixels: Tensor) -> Tensor:
         """Views (V, C, H, W) → what the tower makes of them, each at its place where these are learned (V, N, D)"""

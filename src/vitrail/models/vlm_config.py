@@ -11,7 +11,7 @@ from vitrail.codecs.tower import CodesTowerConfig
 from vitrail.config import Config
 from vitrail.connectors import AnyConnectorConfig, FusedConfig, MergerConfig
 from vitrail.connectors.grids import count
-from vitrail.connectors.reduce import AnyReduction, readable
+from vitrail.connectors.reduce import AnyReduction, CellsConfig, readable
 from vitrail.encoders.depth import depth_of
 from vitrail.encoders.hybrid import HybridConfig
 from vitrail.encoders.packed import PackedViTConfig
@@ -49,8 +49,8 @@ class VLMConfig(Config):
     newline    whether a learned vector stands where a row of tiles ends (LLaVA-NeXT)
     rules      how words and pictures become a stream
     marks      ids of the words that stand for or around pictures, by name: what a caller writes, and files keep
-    footage    which frames of a video are read, and how large; as Qwen's, InternVL's and LLaVA-OneVision's are, unless
-               given
+    footage    which frames of a video are read, and how large; as Qwen's, InternVL's, LLaVA-OneVision's and
+               LLaVA-NeXT-Video's are, unless given
     """
 
     tower: TowerConfig
@@ -280,6 +280,8 @@ class VLMConfig(Config):
             return None
         if isinstance(self.policy, Tiles):
             return Footage.usual("internvl", self.policy.tile)
+        if isinstance(self.policy, AnyRes) and self.policy.pool is not None:
+            return Footage.usual("llava-next-video", self.policy.tile)
         if isinstance(self.policy, AnyRes) and self.policy.max_tiles and self.newline:  # LLaVA-NeXT reads none
             return Footage.usual("llava-onevision", self.policy.tile)
         return None
@@ -315,7 +317,8 @@ class VLMConfig(Config):
     def laid(self, grid: Grid) -> Grid | int:
         """How the features of a view lie that the connector reads: in a grid, or in none, where a prefix stands before
         them or some were left out."""
-        left = grid if self.reduction is None else self.reduction.laid(grid)
+        reduction = self.left(grid)
+        left = grid if reduction is None else reduction.laid(grid)
         return self.lead + count(left) if self.lead else left
 
     @property
@@ -327,6 +330,13 @@ class VLMConfig(Config):
     def reduction(self) -> AnyReduction | None:
         """What leaves features out; nothing does where there are no more than are kept."""
         return None if self.reduce is None or self.reduce.keep >= self.grid.patches else self.reduce
+
+    def left(self, grid: Grid) -> AnyReduction | None:
+        """What leaves fewer of the features of a view of this grid: the reduction, or else the means of blocks that are
+        read of a video's frame."""
+        if self.reduction is None and isinstance(self.policy, AnyRes) and grid.merge > 1:
+            return CellsConfig(keep=grid.tokens)
+        return self.reduction
 
     @property
     def lead(self) -> int:

@@ -33,6 +33,8 @@ class AnyRes(Padded, tag="anyres"):
     `max_tiles` is N of LLaVA-OneVision's anyres_max_N: more tokens than 1.1² × N tiles' worth are shrunk (bilinearly,
     on features) to about N tiles' worth.
 
+    `pool` is the side of the blocks of which a video's frame is read as means (LLaVA-NeXT-Video: 2).
+
     Scales are taken in float64 exactly as the reference does, since its rounding decides tokens. One corner of it is
     worth knowing: a picture so thin that it is less than a token row high keeps none of its tiles' tokens when a tile
     has an even number of rows, and only the base view is read.
@@ -43,9 +45,10 @@ class AnyRes(Padded, tag="anyres"):
     unread: int = 0
     grids: tuple[Size, ...] = GRIDS_NEXT
     max_tiles: int | None = None
+    pool: int | None = None
 
     def __post_init__(self) -> None:
-        square(self.tile, self.patch, self.unread)
+        square(self.tile, self.patch, self.unread, merge=1 if self.pool is None else self.pool)
         if not self.grids or min(map(min, self.grids)) < 1:
             raise ConfigError(f"AnyRes.grids is {self.grids}", "give (rows, columns) of tiles, at least one of each")
         most = max(rows * columns for rows, columns in self.grids)
@@ -53,6 +56,11 @@ class AnyRes(Padded, tag="anyres"):
             raise ConfigError(f"AnyRes: {len(self.grids)} grids of up to {most:,} tiles", f"give {MOST} at most")
         if self.max_tiles is not None and self.max_tiles < 1:
             raise ConfigError(f"AnyRes.max_tiles is {self.max_tiles}", "give at least 1, or leave it out")
+        if self.max_tiles is not None and self.pool is not None:
+            raise ConfigError(
+                f"AnyRes.max_tiles {self.max_tiles} and pool {self.pool} shrink a video's frames, each in its way",
+                "give max_tiles as LLaVA-OneVision has it, or pool as LLaVA-NeXT-Video",
+            )
 
     def cut(self, height: int, width: int) -> Cut:
         check_picture(height, width)
@@ -80,10 +88,14 @@ class AnyRes(Padded, tag="anyres"):
         return Cut(height=height, width=width, views=(base, *tiles), spans=(whole(base), stitched))
 
     def film(self, frames: int) -> Cut:
-        """A video, as LLaVA-OneVision reads it: each of so many frames squashed to a tile, its tokens shrunk
-        (bilinearly) to half as many rows and columns, rounded up, and one newline behind the last frame."""
-        grid, tile = square(self.tile, self.patch, self.unread), (self.tile, self.tile)
+        """A video of so many frames, a tile each. With `pool` one token is read of every block of a frame, and nothing
+        stands between or behind them. Without, as LLaVA-OneVision reads it: a frame's tokens are shrunk (bilinearly) to
+        half as many rows and columns, rounded up, and one newline stands behind the last frame."""
+        grid, tile = square(self.tile, self.patch, self.unread, merge=self.pool or 1), (self.tile, self.tile)
         view = View(source=(0, 0, *tile), resized=tile, offset=(0, 0), canvas=tile, grid=grid)
+        if self.pool is not None:
+            spans = tuple(whole(view, first=n) for n in range(frames))
+            return Cut(height=self.tile, width=self.tile, views=(view,) * frames, spans=spans)
         half = (math.ceil(grid.rows / 2), math.ceil(grid.columns / 2))
         spans = [whole(view, first=n, newline="end" if n == frames - 1 else "none") for n in range(frames)]
         halved = tuple(span.with_(size=half) for span in spans)

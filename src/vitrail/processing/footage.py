@@ -1,5 +1,5 @@
 """Which frames of a video are read, and how large: arithmetic only, no pixels. As in the video processors of Qwen,
-InternVL and LLaVA-OneVision.
+InternVL, LLaVA-OneVision and LLaVA-NeXT-Video.
 
 T temporal patches of S frames each
 """
@@ -17,9 +17,16 @@ from vitrail.processing.preprocessing import side_of
 from vitrail.processing.resolution import Native
 
 About = dict[str, Any]
-Rule: TypeAlias = Literal["qwen2-vl", "qwen3-vl", "internvl", "llava-onevision"]
-FRAMES: dict[Rule, int] = {"internvl": 8, "llava-onevision": 32}
-"""Of rules by which each frame is squashed to a square: how many are read, as in their authors' examples."""
+Rule: TypeAlias = Literal["qwen2-vl", "qwen3-vl", "internvl", "llava-onevision", "llava-next-video"]
+FRAMES: dict[Rule, int] = {"internvl": 8, "llava-onevision": 32, "llava-next-video": 8}
+"""Of rules by which each frame is read as a square: how many are read, as in their authors' examples."""
+PROCESSORS: dict[Rule, str] = {
+    "qwen2-vl": "Qwen2VLVideoProcessor",
+    "qwen3-vl": "Qwen3VLVideoProcessor",
+    "internvl": "InternVLVideoProcessor",
+    "llava-onevision": "LlavaOnevisionVideoProcessor",
+    "llava-next-video": "LlavaNextVideoVideoProcessor",
+}
 FILE, PART = "video_preprocessor_config.json", "video_processor"
 MOST = 100_000
 """Frames that a file may ask for: a stranger's number must not make us decode for ever."""
@@ -31,6 +38,7 @@ class Footage(Config):
                 qwen3-vl: evenly from the first frame to the last; a budget is that of the whole video.
                 internvl: the middle frames of as many equal parts; each is squashed to a square of max_pixels.
                 llava-onevision: the first frames of as many equal parts, squashed likewise.
+                llava-next-video: the same frames; of each the middle square, its short edge brought to that size.
     fps         frames a second that are read, but no fewer than min_frames, if the video has them, and no more than
                 max_frames
     frames      read of every video instead, unless it is asked about by frames a second
@@ -90,7 +98,7 @@ class Footage(Config):
             count = frames or min(max(int(wanted), self.min_frames), self.max_frames, total)
             if self.rule == "internvl":
                 return [(2 * n + 1) * total // (2 * count) for n in range(count)]
-            if self.rule == "llava-onevision":
+            if self.squares:
                 return [n * total // count for n in range(count)]
             return np.linspace(0, total - 1, count).round().astype(int).tolist()
         if frames is None:
@@ -119,8 +127,13 @@ class Footage(Config):
 
     @property
     def squares(self) -> bool:
-        """Whether each frame is squashed to a square."""
+        """Whether each frame is read as a square."""
         return self.rule in FRAMES
+
+    @property
+    def crops(self) -> bool:
+        """Whether that is the middle of the frame; else the frame is squashed."""
+        return self.rule == "llava-next-video"
 
     @property
     def side(self) -> int:
@@ -170,24 +183,42 @@ class Footage(Config):
                 f"initial_shift is {shift!r}", "only true is built: frames amid their parts of a video"
             )
         size, frames, fps = (about.get(key) for key in ("size", "num_frames", "fps"))
+        if self.crops:
+            size = self._told_crop(about)
         found = self if size is None else self.with_(min_pixels=side_of(size) ** 2, max_pixels=side_of(size) ** 2)
         if fps is not None:
             found = found.with_(fps=fps, frames=None)
         return found if frames is None else found.with_(frames=frames)  # which goes first in theirs, too
 
+    def _told_crop(self, about: About) -> Any:
+        """The size of the middle that is kept of a frame."""
+        size, crop = (about.get(key) for key in ("size", "crop_size"))
+        if about.get("do_center_crop") is False:
+            raise CheckpointError("do_center_crop is false", "only frames whose middle is kept are built")
+        if isinstance(size, dict) and "shortest_edge" not in size:
+            raise CheckpointError(
+                f"size is {size}", "give a shortest_edge: only frames that keep their aspect are built"
+            )
+        if size is not None and crop is not None and side_of(size) != side_of(crop):
+            raise CheckpointError(
+                f"size is {size}, and crop_size {crop}", "only crops as large as the short edge are built"
+            )
+        return crop if size is None else size
+
     def words(self) -> About:
         """As such a file says it."""
         if self.squares:
-            middle = self.rule == "internvl"
+            square: About = {"height": self.side, "width": self.side}
+            crop = {"size": {"shortest_edge": self.side}, "do_center_crop": True, "crop_size": square}
             return {
-                "video_processor_type": "InternVLVideoProcessor" if middle else "LlavaOnevisionVideoProcessor",
-                "size": {"height": self.side, "width": self.side},
+                "video_processor_type": PROCESSORS[self.rule],
+                **(crop if self.crops else {"size": square}),
                 **({"fps": self.fps} if self.frames is None else {"num_frames": self.frames}),
                 "do_sample_frames": True,
-                **({"initial_shift": True} if middle else {}),
+                **({"initial_shift": True} if self.rule == "internvl" else {}),
             }
         return {
-            "video_processor_type": "Qwen3VLVideoProcessor" if self.rule == "qwen3-vl" else "Qwen2VLVideoProcessor",
+            "video_processor_type": PROCESSORS[self.rule],
             "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
             "fps": self.fps,
             "min_frames": self.min_frames,

@@ -23,7 +23,7 @@ from vitrail.processing.cut import RESAMPLE
 from vitrail.processing.footage import step_of
 from vitrail.processing.images import Source, load_image, to_array
 from vitrail.processing.preprocessing import blamed
-from vitrail.processing.resolution import AnyRes, Native, Tiles
+from vitrail.processing.resolution import AnyRes, Crop, Native, Tiles
 from vitrail.stream import patch_times
 
 HELD = 1 << 28  # bytes of frames in their own size that are held at once
@@ -92,7 +92,10 @@ def watch(video: Video, config: VLMConfig) -> Watched:
             raise DataError(f"a video with frames of {size} and {(image.height, image.width)} pixels", "give one size")
         # The same for all frames, so that a long video is brought to its size while it is decoded.
         height, width = films.size(len(chosen), *size, patch=policy.patch, merge=merge, temporal=S)
-        image = image.resize((width, height), RESAMPLE[policy.resample])
+        if films.crops:
+            image = Crop(size=films.side, patch=1, resample=policy.resample).apply(image)[0]
+        else:
+            image = image.resize((width, height), RESAMPLE[policy.resample])
         frames.append(to_array(image, config.mean, config.std))
     frames += frames[-1:] * (-len(frames) % S)
     return Watched(torch.stack(frames), patch_times(times[chosen].tolist(), S), S * lasts / len(chosen))

@@ -219,7 +219,8 @@ def test_what_files_say_of_videos(tmp_path):
         ({"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}, "frames of 24 pixels"),
         ({"crop_size": {"height": 24, "width": 24}}, "frames of 24 pixels"),
         ({"size": {"shortest_edge": 40}, "crop_size": SQUARE}, "as large as the short edge"),
-        ({"size": SQUARE}, "shortest_edge"),
+        ({"size": SQUARE}, "shortest_edge alone"),
+        ({"size": EDGE | {"longest_edge": 40}}, "shortest_edge alone"),
         ({"do_center_crop": False}, "do_center_crop is false"),
     ],
 )

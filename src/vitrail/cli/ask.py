@@ -47,8 +47,8 @@ def ask(
     Parameters
     ----------
     picture
-        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL and
-        LLaVA-OneVision.
+        A picture's or a video's file; videos are for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL,
+        LLaVA-OneVision and LLaVA-NeXT-Video.
     words
         Questions, and further files.
     model
@@ -66,8 +66,8 @@ def ask(
     frames
         How many frames are read of each video.
     fps
-        How many frames are read of each second of a video: 2, unless the model's folder says otherwise; InternVL reads
-        8 of the whole, LLaVA-OneVision 32.
+        How many frames are read of each second of a video: 2, unless the model's folder says otherwise; InternVL
+        and LLaVA-NeXT-Video read 8 of the whole, LLaVA-OneVision 32.
     show
         A PNG to write: the picture, brightest where covering it costs the answer most. Of one question to a unified
         model.

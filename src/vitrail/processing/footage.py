@@ -195,9 +195,9 @@ class Footage(Config):
         size, crop = (about.get(key) for key in ("size", "crop_size"))
         if about.get("do_center_crop") is False:
             raise CheckpointError("do_center_crop is false", "only frames whose middle is kept are built")
-        if isinstance(size, dict) and "shortest_edge" not in size:
+        if isinstance(size, dict) and {key for key in size if size[key] is not None} != {"shortest_edge"}:
             raise CheckpointError(
-                f"size is {size}", "give a shortest_edge: only frames that keep their aspect are built"
+                f"size is {size}", "give a shortest_edge alone: only frames that keep their aspect are built"
             )
         if size is not None and crop is not None and side_of(size) != side_of(crop):
             raise CheckpointError(

@@ -3,12 +3,15 @@
 import json
 import math
 import shlex
+import shutil
 
 import pytest
+import torch
 
 from vitrail import recipe, sweep
 from vitrail.cli.sweep import sweep as command
 from vitrail.errors import ConfigError, TrainError
+from vitrail.models.vlm import VLM
 
 SMALL = {
     "name": "small",
@@ -361,3 +364,20 @@ def test_a_start_that_nobody_makes_is_refused_before_the_others_are_made(chain, 
         with pytest.raises(ConfigError, match="starts from out/fourth/final"):
             command(str(chain), out=tmp_path / "runs", jobs=jobs, device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_start_that_is_kept_spares_its_training(tmp_path, monkeypatch):
+    """QLIP on scenes, in 8 bits: a sweep finds it where it would have been trained, and its tower fits."""
+    kept = sweep.recipes.folder().parent / "results" / "starts" / "qlip-scenes"
+    monkeypatch.chdir(tmp_path)
+    chosen = sweep.read("vlm-fit")
+    assert [need.recipe for need in sweep.missing(chosen)] == ["clip-scenes", "qlip-scenes"]
+    shutil.copytree(kept, "out/qlip-scenes/final")
+    assert not sweep.missing(chosen)
+    found = chosen.read_recipe(chosen.variants[0], 0)
+    with torch.device("meta"):
+        tower = VLM(found.model_config()).tower
+    tower.to_empty(device="cpu")
+    holder = torch.nn.ModuleDict({"tower": tower})
+    recipe._start(holder, "tower", found.model.parts["tower"])
+    assert all(weight.isfinite().all() and weight.std() > 0 for weight in tower.parameters() if weight.ndim > 1)

@@ -68,16 +68,27 @@ def test_the_end_of_a_log_says_why(tmp_path):
     assert failed["two"] == "not run, since one failed" and not (tmp_path / "logs" / "two.log").exists()
 
 
-def test_who_stops_it_stops_them_and_waits_until_they_have_saved(tmp_path):
-    saved = tmp_path / "saved"
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_who_stops_it_stops_them_and_waits_until_they_have_saved(tmp_path, number, raised):
+    saved, before = tmp_path / "saved", signal.getsignal(signal.SIGTERM)
     command = f"trap 'sleep 0.2; touch {saved}; exit 0' TERM; touch {tmp_path / 'begun'}; while :; do sleep 0.05; done"
 
     def stop():
         while not (tmp_path / "begun").exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=stop).start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised):
         side_by_side([shell(tmp_path, "one", command)], 2, "test")
-    assert saved.exists()
+    assert saved.exists() and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_it_runs_in_a_thread_too(tmp_path):
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(side_by_side([shell(tmp_path, "one", "exit 1")], 1, "test")), daemon=True
+    )
+    thread.start()
+    thread.join(10)
+    assert list(found[0]) == ["one"]

@@ -1,11 +1,13 @@
 """Commands side by side, each in a process of its own, as soon as those that it comes after have ended."""
 
+import contextlib
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -28,7 +30,7 @@ def side_by_side(queue: Sequence[Job], at_once: int, says: str) -> dict[str, str
     for n, job in enumerate(queue):
         assert set(job.after) <= {before.name for before in queue[:n]}, job
     try:
-        with tqdm(total=len(queue), desc=says, unit="run", disable=None) as progress:
+        with _ended_by_signal(), tqdm(total=len(queue), desc=says, unit="run", disable=None) as progress:
             while waiting or running:
                 for job in list(waiting):
                     if lost := [name for name in job.after if name in failed]:
@@ -52,6 +54,25 @@ def side_by_side(queue: Sequence[Job], at_once: int, says: str) -> dict[str, str
         for _, process in running.values():
             process.wait()
     return failed
+
+
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """SIGTERM ends the queue as an interrupt does: else its processes would go on alone, in the way of whoever begins
+    it again."""
+
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread, where no signal arrives
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(job: Job) -> subprocess.Popen:

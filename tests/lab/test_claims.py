@@ -248,6 +248,9 @@ def test_claims_of_several_sweeps_are_run_together(tmp_path, monkeypatch, capsys
         command.run(out=None, jobs=2, results=tmp_path / "kept", device="cpu")
     wanted = {one.sweep for one in claims().values()} - {None, "vlm"}
     assert set(asked[0]) == wanted  # all that have a sweep, and no results yet
+    monkeypatch.setattr("vitrail.lab.claims_page.found", lambda results: [(one, True) for one in claims().values()])
+    command.run(results=tmp_path / "kept")
+    assert len(asked) == 1 and "has its results" in capsys.readouterr().out
 
 
 def test_the_list_names_all(tmp_path, capsys):

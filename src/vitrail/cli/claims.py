@@ -74,6 +74,9 @@ def run(
     for one in chosen:
         if one.sweep is None:
             raise ConfigError(f"the claim {one.name!r} has no sweep of its own", f"do {', '.join(one.commands)}")
+    if not chosen:
+        print(f"every claim that has a sweep has its results in {results}")
+        return
     outs = {one.sweep: out or Path("out") / one.sweep for one in chosen if one.sweep is not None}
     if out is not None and len(outs) > 1:
         raise ConfigError(f"one folder for the sweeps {', '.join(outs)}", "leave --out away, or name claims of one")

@@ -44,7 +44,7 @@ def _read(about: About) -> VLMConfig:
 def _stride(about: About, config: VLMConfig) -> int:
     mode, stride, side = about["spatial_pool_mode"], about["spatial_pool_stride"], config.grid.h
     if mode != POOL:
-        raise CheckpointError(f"spatial_pool_mode is {mode!r}", f"known: {POOL}, as every released model has it")
+        raise CheckpointError(f"spatial_pool_mode is {mode!r}", f"known: {POOL}, which is the default")
     if type(stride) is not int or stride < 1 or side % stride:
         raise CheckpointError(
             f"spatial_pool_stride is {stride!r}, and a frame has {side} × {side} patches",

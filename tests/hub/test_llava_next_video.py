@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import vitrail
-from helpers import randomize, relative
-from hub.test_blip2_internvl import VALUES
+from helpers import randomize
 from hub.test_internvl_video import movie
-from hub.test_llava import pictures
-from hub.test_llava_onevision import IMAGE, PINPOINTS, SHOWN, SIZE, TOWER, VIDEO, agrees, comes_back, inputs
+from hub.test_llava_onevision import (
+    IMAGE,
+    PINPOINTS,
+    SHOWN,
+    SIZE,
+    TOWER,
+    VIDEO,
+    agrees,
+    check_asked,
+    comes_back,
+    keep_both,
+)
 from test_talker_video import write_clip
 from vitrail.connectors.reduce import CellsConfig
 from vitrail.errors import ConfigError, VitrailError
@@ -24,7 +33,7 @@ from vitrail.models.presets import VLMS
 from vitrail.processing.anyres import AnyRes
 from vitrail.processing.footage import FILE, Footage
 from vitrail.processing.text import Tokenizer
-from vitrail.stream import pack, video
+from vitrail.stream import video
 from vitrail.talker import Video
 
 FAMILY = FAMILIES["llava_next_video"]
@@ -144,13 +153,7 @@ def written(folder, **said):
     """A random model of transformers, its tokenizer, and what is `said` of its videos."""
     tokens = Tokenizer.train(SAID * 3, 320, specials=["<video>", "<image>"], eos="</s>", bos="<s>")
     text = T.LlamaConfig(**SIZE | {"vocab_size": tokens.size}, max_position_embeddings=900)
-    ids = {f"{mark}_token_index": tokens.id(f"<{mark}>") for mark in ("image", "video")}
-    reference = next_video(text=text, **ids, eos_token_id=tokens.eos)
-    reference.save_pretrained(folder)
-    tokens.save(folder)
-    if said:
-        (folder / FILE).write_text(json.dumps(said))
-    return reference
+    return keep_both(next_video, text, tokens, folder, said)
 
 
 @pytest.fixture(scope="module")
@@ -170,22 +173,7 @@ def both(tmp_path_factory):
 
 @pytest.mark.parametrize("case", SHOWN)
 def test_ids_pixels_and_answers_are_theirs(case, both):
-    reference, talker, processor = both
-    sizes, counts = SHOWN[case]
-    images, videos = pictures(*sizes), [movie(count, n) for n, count in enumerate(counts)]
-    films = [Video(frames, seconds=list(range(len(frames)))) for frames in videos]
-    turns = [talker.turn([*images, *films], "what happens in the video?")]
-    given = inputs(processor, talker, turns, images, videos)
-    stream, stills, seen = talker.prompt(turns)
-    ids = torch.where(stream.kinds == 2, talker.marks["video"], stream.ids)
-    assert ids.tolist() == given["input_ids"][0].tolist()
-    if videos:
-        assert torch.equal(seen.pixels, given["pixel_values_videos"].flatten(0, 1))
-    logits = talker.model(pack([stream], len(stream)), stills, seen)[0]
-    assert relative(logits, reference(**given).logits[0]) <= VALUES
-    made = reference.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(ids) :]
-    said = talker.words.decode(made.tolist(), skip_specials=True).strip()
-    assert talker.chat(turns, max_new=8) == said
+    check_asked(case, *both)
 
 
 def test_a_file(both, tmp_path):

@@ -220,8 +220,12 @@ def written(folder, **said):
     """A random model of transformers, its tokenizer, and what is `said` of its videos."""
     tokens = Tokenizer.train(SAID * 3, 320, specials=SPECIALS, eos="<|im_end|>")
     text = T.Qwen2Config(**SIZE | {"vocab_size": tokens.size}, num_key_value_heads=1, max_position_embeddings=900)
+    return keep_both(onevision, text, tokens, folder, said)
+
+
+def keep_both(make, text, tokens, folder, said):
     ids = {f"{mark}_token_index": tokens.id(f"<{mark}>") for mark in ("image", "video")}
-    reference = onevision(text=text, **ids, eos_token_id=tokens.eos)
+    reference = make(text=text, **ids, eos_token_id=tokens.eos)
     reference.save_pretrained(folder)
     tokens.save(folder)
     if said:
@@ -257,9 +261,8 @@ def inputs(processor, talker, turns, images, videos):
     return processor(text=text, **shown, return_tensors="pt", add_special_tokens=False)  # the template wrote them
 
 
-@pytest.mark.parametrize("case", SHOWN)
-def test_ids_pixels_and_answers_are_theirs(case, both):
-    reference, talker, processor = both
+def check_asked(case, reference, talker, processor):
+    """Ids, pixels and greedy answers are theirs."""
     sizes, counts = SHOWN[case]
     images, videos = pictures(*sizes), [movie(count, n) for n, count in enumerate(counts)]
     films = [Video(frames, seconds=list(range(len(frames)))) for frames in videos]
@@ -279,6 +282,11 @@ def test_ids_pixels_and_answers_are_theirs(case, both):
     made = reference.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(ids) :]
     said = talker.words.decode(made.tolist(), skip_specials=True).strip()
     assert talker.chat(turns, max_new=8) == said
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_ids_pixels_and_answers_are_theirs(case, both):
+    check_asked(case, *both)
 
 
 def test_a_file_is_its_frames(both, clip):

@@ -66,8 +66,8 @@ def run_sweeps(outs: Mapping[str, Path], *, jobs: int, device: str | None, train
             raise ConfigError(f"{out} holds the sweep {mark.read_text()!r}", "give each a folder of its own")
         mark.write_text(chosen[name].name)
         sweeps.check_starts(chosen[name], out, train=train)
-        for need in sweeps.missing(chosen[name]):
-            print(f"first: {need.command}", flush=True)
+    for command in dict.fromkeys(need.command for sweep in chosen.values() for need in sweeps.missing(sweep)):
+        print(f"first: {command}", flush=True)
     if jobs > 1:
         ended = side_by_side(sweeps.queue(outs, device), jobs, ", ".join(one.name for one in chosen.values()))
         return [f"{name}: {how}" for name, how in ended.items()]

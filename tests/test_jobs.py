@@ -16,7 +16,7 @@ def shell(folder, name, command, *after):
     return Job(name, ("sh", "-c", command), folder / "logs" / f"{name}.log", after)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edges=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6),
     bad=st.sets(st.integers(0, 5), max_size=2),

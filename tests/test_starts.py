@@ -13,7 +13,7 @@ from vitrail.data.scenes.source import ScenesConfig
 from vitrail.recipe import MODELS, Recipe
 
 FOLDERS = dict.fromkeys(
-    ("bsq-vit-scenes", "bsq-vit-bare"), "qlip-scenes"
+    ("qlip-drawn", "bsq-vit-scenes", "bsq-vit-bare"), "qlip-scenes"
 )  # of one recipe with changes that leave its shapes alone
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -30,8 +30,10 @@ def side_by_side(queue: Sequence[Job], at_once: int, says: str) -> dict[str, str
     for n, job in enumerate(queue):
         assert set(job.after) <= {before.name for before in queue[:n]}, job
     try:
-        with _ended_by_signal(), tqdm(total=len(queue), desc=says, unit="run", disable=None) as progress:
+        with _signals() as got, tqdm(total=len(queue), desc=says, unit="run", disable=None) as progress:
             while waiting or running:
+                if got:
+                    raise KeyboardInterrupt if got[0] == signal.SIGINT else SystemExit(128 + got[0])
                 for job in list(waiting):
                     if lost := [name for name in job.after if name in failed]:
                         waiting.remove(job)
@@ -57,22 +59,19 @@ def side_by_side(queue: Sequence[Job], at_once: int, says: str) -> dict[str, str
 
 
 @contextlib.contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends the queue as an interrupt does: else its processes would go on alone, in the way of whoever begins
-    it again."""
-
-    def leave(number: int, _frame: Any) -> None:
-        raise SystemExit(128 + number)
-
+def _signals() -> Iterator[list[int]]:
+    """Those that ask for an end, to be obeyed between two steps: amid one, a process might be begun that nobody knows.
+    SIGTERM too, or the processes would go on alone, in the way of whoever begins them again."""
+    got: list[int] = []
     try:
-        before = signal.signal(signal.SIGTERM, leave)
+        before = {n: signal.signal(n, lambda number, _: got.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread, where no signal arrives
-        yield
-        return
+        before = {}
     try:
-        yield
+        yield got
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(job: Job) -> subprocess.Popen:

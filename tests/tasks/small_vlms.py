@@ -83,7 +83,7 @@ def variants() -> dict[str, Callable[[], recipe.Recipe]]:
     found = {name: partial(recipe.read, f"untested/{name}") for name in names}
     found["mini-vlm"] = partial(recipe.read, "mini-vlm")
     found |= {name: partial(arm, *where) for name, where in ARMS.items()}
-    section = DOCS.read_text().split("### Variants")[1].split("```sh")[1].split("```")[0]
+    section = DOCS.read_text().split("### Variants")[1].split("\n### ")[0]
     for command in section.split("vitrail train ")[1:]:
         name, _, out, *changes = shlex.split(command.split("\n")[0])
         found[out.removeprefix("out/")] = partial(recipe.read, name, dict(change.split("=", 1) for change in changes))

@@ -292,7 +292,7 @@ def test_without_training_the_commands_are_told(chain, tmp_path):
         command(str(chain), out=tmp_path / "runs", train=False)
     lines = [line.strip() for line in caught.value.remedy.splitlines()[1:]]
     assert lines == [f"vitrail train {name}.toml --out out/{name}" for name in ("first", "second")]
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "runs").exists()
 
 
 def test_only_what_is_missing_is_trained(chain, tmp_path):

@@ -61,11 +61,12 @@ def run_sweeps(outs: Mapping[str, Path], *, jobs: int, device: str | None, train
         raise ConfigError(f"{jobs} jobs", "give at least 1")
     chosen = {name: sweeps.read(name) for name in outs}
     for name, out in outs.items():
+        sweeps.check_starts(chosen[name], out, train=train)
+    for name, out in outs.items():
         out.mkdir(parents=True, exist_ok=True)
         if (mark := out / "sweep").is_file() and mark.read_text() != chosen[name].name:
             raise ConfigError(f"{out} holds the sweep {mark.read_text()!r}", "give each a folder of its own")
         mark.write_text(chosen[name].name)
-        sweeps.check_starts(chosen[name], out, train=train)
     for command in dict.fromkeys(need.command for sweep in chosen.values() for need in sweeps.missing(sweep)):
         print(f"first: {command}", flush=True)
     if jobs > 1:

@@ -16,7 +16,10 @@ class Knowing:
         self.wrong = wrong
 
     def answers(self, files, questions, **_):
-        return ["?" if question == self.wrong else TRUTH[file, question] for file, question in zip(files, questions)]
+        return [
+            "?" if question == self.wrong else TRUTH[file, question]
+            for file, question in zip(files, questions, strict=True)
+        ]
 
 
 def test_right_answers_are_counted_and_wrong_ones_are_told(monkeypatch, capsys):

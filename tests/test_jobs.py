@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from itertools import accumulate
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,11 +44,15 @@ def test_none_begins_before_what_it_needs_and_all_others_are_run(tmp_path, edges
         if runs:
             assert all(lines.index(f"ends {a}") < lines.index(f"begins {n}") for a in after[n])
     assert set(failed) == {str(n) for n in lost}
-    open_, most = 0, 0
-    for line in lines:
-        open_ += 1 if line.startswith("begins") else -1
-        most = max(most, open_)
-    assert most <= at_once
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_no_more_run_together_than_asked_for_and_no_fewer(tmp_path, at_once):
+    diary = tmp_path / "diary"
+    command = f"echo + >> {diary}; sleep 0.3; echo - >> {diary}"  # long enough to be seen beside one another
+    assert not side_by_side([shell(tmp_path, str(n), command) for n in range(4)], at_once, "test")
+    running = list(accumulate(1 if line == "+" else -1 for line in diary.read_text().split()))
+    assert max(running) == at_once and running[-1] == 0
 
 
 def test_the_first_are_begun_first_and_what_waits_holds_up_nobody(tmp_path):

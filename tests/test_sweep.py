@@ -330,14 +330,14 @@ def test_every_sweep_names_what_it_needs(name, tmp_path, monkeypatch):
 
 
 def test_what_is_left_of_some_sweeps_is_one_queue(chain, tmp_path):
-    """What two sweeps start from is made once; the first seeds of both come before the second ones."""
+    """What two sweeps start from is made once; one sweep comes whole before the other."""
     other = tmp_path / "other.toml"
     text = chain.read_text().replace("seeds = [0]", "seeds = [0, 1]")
     chain.write_text(text)
     other.write_text(text.replace('name = "chain"', 'name = "other"'))
     outs = {str(chain): tmp_path / "a", str(other): tmp_path / "b"}
     queue = {job.name: job for job in sweep.queue(outs, "cpu")}
-    seeds = [f"{name}: one, seed {seed}" for seed in (0, 1) for name in ("chain", "other")]
+    seeds = [f"{name}: one, seed {seed}" for name in ("chain", "other") for seed in (0, 1)]
     assert list(queue) == ["out/first", "out/second", *seeds]
     assert [job.after for job in queue.values()] == [(), ("out/first",), *[("out/second",)] * 4]
     assert queue["out/first"].words[3:] == ("train", "first.toml", "--out", "out/first", "--device", "cpu")

@@ -186,8 +186,9 @@ def _known(start: str) -> bool:
 
 
 def queue(outs: Mapping[str, Path], device: str | None = None) -> list[Job]:
-    """What is left of some sweeps, name → folder: what is trained before, each once, and then all runs, seed by seed.
-    Each is a command that waits for those it starts from, and for no other."""
+    """What is left of some sweeps, name → folder: what is trained before, each once, and then all runs, one sweep behind
+    the other, so that of a queue that is cut short some are whole. Each is a command that waits for those it starts
+    from, and for no other."""
     more = () if device is None else ("--device", device)
     chosen = {name: read(name) for name in outs}
     before: dict[str, Job] = {}
@@ -197,7 +198,7 @@ def queue(outs: Mapping[str, Path], device: str | None = None) -> list[Job]:
             log = need.folder.with_name(f"{need.folder.name}.log")
             name = str(need.folder)
             before.setdefault(name, Job(name, words, log, _after(need.read_recipe(), before)))
-    found: list[tuple[int, Job]] = []
+    found: list[Job] = []
     for name, sweep in chosen.items():
         every = runs(sweep, outs[name])
         for i, run in enumerate(every):
@@ -205,9 +206,8 @@ def queue(outs: Mapping[str, Path], device: str | None = None) -> list[Job]:
                 share = ("--share", f"{i}/{len(every)}")
                 words = (*OURS, "sweep", name, "--out", str(outs[name]), *share, *more)
                 after = _after(sweep.read_recipe(run.variant, run.seed), before)
-                job = Job(f"{sweep.name}: {run.name}", words, outs[name] / f"job-{i}.log", after)
-                found.append((sweep.seeds.index(run.seed), job))
-    return [*before.values(), *(job for _, job in sorted(found, key=lambda one: one[0]))]
+                found.append(Job(f"{sweep.name}: {run.name}", words, outs[name] / f"job-{i}.log", after))
+    return [*before.values(), *found]
 
 
 def _after(chosen: recipes.Recipe, before: Mapping[str, Job]) -> tuple[str, ...]:

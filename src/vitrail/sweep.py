@@ -186,9 +186,9 @@ def _known(start: str) -> bool:
 
 
 def queue(outs: Mapping[str, Path], device: str | None = None) -> list[Job]:
-    """What is left of some sweeps, name → folder: what is trained before, each once, and then all runs, one sweep behind
-    the other, so that of a queue that is cut short some are whole. Each is a command that waits for those it starts
-    from, and for no other."""
+    """What is left of some sweeps, name → folder: what is trained before, each once, and then all runs, one sweep
+    behind the other, so that of a queue that is cut short some are whole. Each is a command that waits for those it
+    starts from, and for no other."""
     more = () if device is None else ("--device", device)
     chosen = {name: read(name) for name in outs}
     before: dict[str, Job] = {}

@@ -180,6 +180,29 @@ def test_it_learns(tmp_path):
     assert rows[-1]["mfu"] > 0
 
 
+def test_no_gradient_is_made_by_cudnns_attention(tmp_path, monkeypatch):
+    """It makes NaN of some (pytorch/pytorch#196678). What else a person turned off stays so, and all is as before behind
+    a failure too."""
+    seen, fused = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()))
+        if len(seen) > 60:
+            raise Halt
+        return fused(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    torch.backends.cuda.enable_math_sdp(False)
+    try:
+        trainer(tmp_path / "a").train()
+        assert set(seen) == {(False, False)} and torch.backends.cuda.cudnn_sdp_enabled()
+        with pytest.raises(Halt):
+            trainer(tmp_path / "b").train()
+        assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+
+
 def test_frozen_parts_stay(tmp_path):
     before, made = weights(model()), model()
     trainer(tmp_path, stage(train=("blocks.1",)), made).train()

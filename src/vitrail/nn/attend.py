@@ -8,7 +8,8 @@
 B batch, Q queries, K keys, H heads, G key/value heads, D head width
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None
     """q (B, Q, H, D), k and v (B, K, G, D), G divides H → (B, Q, H, D). A query that sees nothing gets zeros."""
     plan = plan.fitted(q.shape[0], q.shape[1], k.shape[1])
     return ROUTES[route or choose_route(q, k, plan)](q, k, v, plan)
+
+
+@contextmanager
+def sound_gradients() -> Iterator[None]:
+    """Without cuDNN's kernels, whatever else torch may choose from: of a query whose scores are all far below 0 they
+    make a gradient of NaN where there are 64 keys past a multiple of 128 (pytorch/pytorch#196678)."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def choose_route(q: Tensor, k: Tensor, plan: Plan) -> str:

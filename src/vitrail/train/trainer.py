@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrail.data.order import Draw, Order
 from vitrail.errors import ConfigError, TrainError
 from vitrail.nn import Block
+from vitrail.nn.attend import sound_gradients
 from vitrail.nn.replay import recording
 from vitrail.train import checkpoint, distributed
 from vitrail.train.ahead import Ahead
@@ -134,7 +135,7 @@ class Trainer:
         stop = 0
         try:
             graphs = recording(self.stage.compile == "graphs")
-            with graphs, self._signals(), self._workers(), self._ready() as batches:
+            with graphs, sound_gradients(), self._signals(), self._workers(), self._ready() as batches:
                 if self.step == 0 and self.stage.judge and self.stage.judge_first:
                     log.row(0, self.judge())
                 while self.step < self.stage.steps and not stop:

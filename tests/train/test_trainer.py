@@ -181,13 +181,13 @@ def test_it_learns(tmp_path):
 
 
 def test_no_gradient_is_made_by_cudnns_attention(tmp_path, monkeypatch):
-    """It makes NaN of some (pytorch/pytorch#196678). What else a person turned off stays so, and all is as before behind
+    """It makes NaN of some (pytorch/pytorch#196678). What else is turned off stays so, and all is as before behind
     a failure too."""
     seen, fused = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(*args, **kwargs):
         seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()))
-        if len(seen) > 60:
+        if len(seen) > 30:  # in the second run
             raise Halt
         return fused(*args, **kwargs)
 

@@ -231,6 +231,23 @@ def test_a_step_that_is_not_a_number_is_reported_with_its_batch(tmp_path):
     assert checkpoint.steps(tmp_path / "checkpoints") == [3]  # the last good one
 
 
+def test_a_gradient_that_breaks_says_where(tmp_path):
+    """The loss is a number, and so are the gradients of all that comes behind the block where one is not."""
+    made = model()
+    run_ = trainer(tmp_path, made=made)
+
+    def spoil(grad):
+        return torch.full_like(grad, float("nan")) if run_.step == 2 else None
+
+    made.blocks[0].register_forward_hook(lambda _module, _args, out: out.register_hook(spoil) and None)
+    with pytest.raises(TrainError, match=r"step 3 is not a number: losses \{'text': \d.* the last of them blocks\.0\."):
+        run_.train()
+    broken = json.loads((tmp_path / "bad-step-00000003" / "samples.json").read_text())["broken gradients"]
+    whole = [name for name, _ in made.named_parameters() if name not in broken]
+    assert broken and all(name.startswith(("embed.", "blocks.0.")) for name in broken)
+    assert {name for name in whole if name.startswith("blocks.1.")} and "norm.weight" in whole
+
+
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     whole = weights(trainer(tmp_path / "whole").train())
     plain = checkpoint.save_file

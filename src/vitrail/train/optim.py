@@ -189,6 +189,15 @@ class Optimizer:
             torch._foreach_mul_(grads, max_norm / norm)
         return norm
 
+    def broken(self) -> list[str]:
+        """The parameters of which a gradient, or this rank's part of it, is not finite, in the model's order: going
+        backward, what is not a number spreads from the last of them."""
+        return [
+            name
+            for name, slot in self.slots.items()
+            if slot.grad is not None and not _local(slot.grad).isfinite().all()
+        ]
+
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         """One step at `scale` times every part's rate."""

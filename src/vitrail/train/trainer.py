@@ -392,12 +392,16 @@ class Trainer:
         if distributed.size() > 1:
             about /= f"rank-{distributed.rank()}"
         about.mkdir(parents=True, exist_ok=True)
-        (about / "samples.json").write_text(json.dumps({"losses": means, "norm": norm, "samples": draws}, indent=1))
+        broken, learn = self.optimizer.broken(), len(self.optimizer.slots)
+        seen = {"losses": means, "norm": norm, "broken gradients": broken, "samples": draws}
+        (about / "samples.json").write_text(json.dumps(seen, indent=1))
         # Copies: ids and targets are often two views of one tensor, which the format refuses.
         copies = {f"{m}.{k}": v.clone().contiguous() for m, b in enumerate(micro) for k, v in b.items()}
         save_file(copies, about / "batch.safetensors")
         raise TrainError(
-            f"step {self.step + 1} is not a number: losses {means}, gradient norm {norm}; its batch is in {about}",
+            f"step {self.step + 1} is not a number: losses {means}, gradient norm {norm}"
+            + (f", broken in {len(broken)} of {learn} parameters, the last of them {broken[-1]}" if broken else "")
+            + f"; its batch is in {about}",
             "look at them; mend the data, or lower the rate in a run of its own (another --out)",
         )
 

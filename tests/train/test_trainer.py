@@ -246,6 +246,7 @@ def test_a_gradient_that_breaks_says_where(tmp_path):
     whole = [name for name, _ in made.named_parameters() if name not in broken]
     assert broken and all(name.startswith(("embed.", "blocks.0.")) for name in broken)
     assert {name for name in whole if name.startswith("blocks.1.")} and "norm.weight" in whole
+    assert broken == [name for name, _ in made.named_parameters() if name in broken]
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):

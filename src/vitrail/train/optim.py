@@ -162,6 +162,7 @@ class Optimizer:
             g._replace(names=tuple(n for n in g.names if n in parameters)) for g in group_parameters(model, config)
         ]
         self.groups = [group for group in groups if group.names]
+        self._names = list(parameters)  # in the model's order
         turned = _turned(parameters) if config.kind == "muon" else frozenset()
         self.slots = {name: _Slot(parameters[name], name in turned) for group in self.groups for name in group.names}
         self._buckets = [
@@ -192,11 +193,8 @@ class Optimizer:
     def broken(self) -> list[str]:
         """The parameters of which a gradient, or this rank's part of it, is not finite, in the model's order: going
         backward, what is not a number spreads from the last of them."""
-        return [
-            name
-            for name, slot in self.slots.items()
-            if slot.grad is not None and not _local(slot.grad).isfinite().all()
-        ]
+        grads = {name: self.slots[name].grad for name in self._names}
+        return [name for name, grad in grads.items() if grad is not None and not _local(grad).isfinite().all()]
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:

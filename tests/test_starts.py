@@ -62,14 +62,18 @@ def test_mini_learns_nothing_that_it_is_asked_about_afterwards():
     assert {source.side for source in read.sources.values() if isinstance(source, ScenesConfig)} == {
         hub.load("mini").codec.size[0]
     }
-    for stage in read.stages:
+    for number, stage in enumerate(read.stages):
         weights = stage.mixture.weights
         assert stage.batch % sum(weights.values()) == 0 and not set(stage.judge) & set(weights)
+        assert not any("twemoji" in getattr(read.sources[name], "data", ()) for name in weights)
         scenes = [read.sources[name] for name in weights if isinstance(read.sources[name], ScenesConfig)]
         seeds = [source.seed for source in scenes]
         assert len(set(seeds)) == len(seeds) and 7171 not in seeds
         for source in scenes:
             assert source.atlas != "emoji" or set(source.asked().vendors) == {"noto", "fluent", "openmoji"}
+        if number:  # from the second on rows are of lengths that kernels like
+            settings = read.settings(number)
+            assert all((1 + 12 * 12 + length) % 16 == 0 for length in (settings.length, settings.prompt))
 
 
 def test_queries_that_learned_answers_first_fit_the_second_stage(monkeypatch):

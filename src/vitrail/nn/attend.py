@@ -9,7 +9,7 @@ B batch, Q queries, K keys, H heads, G key/value heads, D head width
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -34,12 +34,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, route: str | None = None
 
 @contextmanager
 def sound_gradients() -> Iterator[None]:
-    """Without cuDNN's kernels, whatever else torch may choose from: of a query whose scores are all far below 0 they
-    make a gradient of NaN where there are 64 keys past a multiple of 128 (pytorch/pytorch#196678)."""
+    """Without cuDNN's kernels, whatever else torch may choose from: of queries whose scores are all far below 0 some of
+    them make gradients of NaN (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#628 and #1072)."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
+    compiler: Any = torch.compiler.config
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # What was compiled with them lies in a cache on disk, whose keys do not know of this choice.
+    tag = getattr(compiler, "cache_key_tag", None)  # torch >= 2.7
     try:
-        yield
+        with nullcontext() if tag is None else compiler.patch(cache_key_tag=f"{tag} without cuDNN's attention"):
+            yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 

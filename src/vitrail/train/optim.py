@@ -191,8 +191,7 @@ class Optimizer:
         return norm
 
     def broken(self) -> list[str]:
-        """The parameters of which a gradient, or this rank's part of it, is not finite, in the model's order: going
-        backward, what is not a number spreads from the last of them."""
+        """The parameters of which a gradient, or this rank's part of it, is not finite, in the model's order."""
         grads = {name: self.slots[name].grad for name in self._names}
         return [name for name, grad in grads.items() if grad is not None and not _local(grad).isfinite().all()]
 

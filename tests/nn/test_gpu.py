@@ -19,8 +19,9 @@ from vitrail.nn import (
     attend,
     attention_plan,
     make_mlp,
+    sound_gradients,
 )
-from vitrail.nn.attend import choose_route, sound_gradients
+from vitrail.nn.attend import choose_route
 
 pytestmark = pytest.mark.gpu
 

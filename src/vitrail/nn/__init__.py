@@ -1,7 +1,7 @@
 """The few blocks all models are made of."""
 
 from vitrail.nn import cost
-from vitrail.nn.attend import attend
+from vitrail.nn.attend import attend, sound_gradients
 from vitrail.nn.attention import Attention, AttentionConfig
 from vitrail.nn.block import Block, BlockConfig
 from vitrail.nn.cache import KVCache
@@ -48,6 +48,7 @@ __all__ = [
     "patchify",
     "rotate",
     "small",
+    "sound_gradients",
     "text_positions",
     "unpatchify",
     "weigh",

@@ -40,7 +40,7 @@ def sound_gradients() -> Iterator[None]:
     compiler: Any = torch.compiler.config
     torch.backends.cuda.enable_cudnn_sdp(False)
     # What was compiled with them lies in a cache on disk, whose keys do not know of this choice.
-    tag = getattr(compiler, "cache_key_tag", None)  # torch >= 2.7
+    tag = getattr(compiler, "cache_key_tag", None)  # which not every torch has
     try:
         with nullcontext() if tag is None else compiler.patch(cache_key_tag=f"{tag} without cuDNN's attention"):
             yield

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.order import Draw, Order
 from vitrail.errors import ConfigError, TrainError
-from vitrail.nn import Block
-from vitrail.nn.attend import sound_gradients
+from vitrail.nn import Block, sound_gradients
 from vitrail.nn.replay import recording
 from vitrail.train import checkpoint, distributed
 from vitrail.train.ahead import Ahead

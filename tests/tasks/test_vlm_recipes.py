@@ -79,14 +79,15 @@ def test_arms_of_a_sweep_have_as_many_tokens_and_samples():
         assert len(rows) == 1
 
 
-def test_short_trainings_and_their_exams_are_of_a_hundred_things():
-    scenes = {name: source.asked() for name, source in recipe.read("untested/mini-vlm-short").sources.items()}
-    assert scenes["scenes"].names == scenes["unseen"].names == ("hundred",)
-    for name in ("vlm", "vlm-queries", "vlm-towers"):
-        for words in sweeps.read(name).tests.values():
-            at = words.index("--names") + 1
-            assert words[at] == "hundred"
-            assert tuple(map(float, words[at + 2 : at + 4])) == scenes["unseen"].sizes
+@pytest.mark.parametrize(("name", "things"), [("vlm", "hundred"), ("vlm-queries", "thirty"), ("vlm-towers", "hundred")])
+def test_short_trainings_and_their_exams_are_of_the_same_things(name, things):
+    sweep = sweeps.read(name)
+    scenes = {key: source.asked() for key, source in sweep.read_recipe(sweep.variants[0], 0).sources.items()}
+    assert scenes["scenes"].names == scenes["unseen"].names == (things,)
+    for words in sweep.tests.values():
+        at = words.index("--names") + 1
+        assert words[at] == things
+        assert tuple(map(float, words[at + 2 : at + 4])) == scenes["unseen"].sizes
 
 
 def test_a_sweep_starts_from_packages_and_refuses_what_is_not_there(tmp_path, monkeypatch):

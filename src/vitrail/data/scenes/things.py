@@ -22,7 +22,7 @@ HUNDRED = (
 )  # fmt: skip
 """What the judge knows and `mini` draws."""
 
-GROUPS: dict[str, tuple[str, ...]] = {"hundred": HUNDRED}
+GROUPS: dict[str, tuple[str, ...]] = {"hundred": HUNDRED, "thirty": HUNDRED[:30]}
 
 
 def things(table: SpriteTable, vendors: Iterable[str] = (), names: Iterable[str] = ()) -> Tensor:

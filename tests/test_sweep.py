@@ -295,6 +295,38 @@ def test_without_training_the_commands_are_told(chain, tmp_path):
     assert not (tmp_path / "out").exists() and not (tmp_path / "runs").exists()
 
 
+def test_a_rehearsal_trains_a_step_of_all_and_leaves_nothing(chain, tmp_path, capsys, monkeypatch):
+    trained = []
+
+    def train(chosen, out, **more):
+        trained.append((chosen.name, chosen.stages[0].steps, chosen.stages[0].batch, recipe.started_from(chosen)))
+        return good(chosen, out, **more)
+
+    good = recipe.train
+    monkeypatch.setattr("vitrail.sweep.recipes.train", train)
+    changed = chain.read_text().replace("seeds = [0]", 'seeds = [0, 1]\nchanges = { "stages.0.steps" = 9000 }')
+    chain.write_text(changed + '[[variants]]\nname = "two"\n')
+    before = set(tmp_path.iterdir())
+    command(str(chain), out=tmp_path / "runs", device="cpu", rehearse=True)
+    assert capsys.readouterr().out.splitlines() == [f"chain: {name}: is trained and tested" for name in ("one", "two")]
+    assert set(tmp_path.iterdir()) == before
+    assert [name for name, *_ in trained] == ["first", "second", "third", "third"]  # of each variant one seed
+    assert all((steps, batch) == (1, 2) for _, steps, batch, _ in trained)
+    starts = [start for *_, found in trained for start in found.values()]
+    assert starts and not any(start.startswith("out/") for start in starts)  # those that were rehearsed
+
+
+def test_a_rehearsal_finds_what_would_fail_at_the_end(chain, tmp_path, capsys):
+    more = (
+        '[tests]\nscore = ["retrieval", "--data", "nowhere"]\n[[variants]]\nname = "one"\n[[variants]]\nname = "two"\n'
+    )
+    chain.write_text(chain.read_text().replace('[[variants]]\nname = "one"\n', more))
+    with pytest.raises(ConfigError, match="would fail: one, two"):
+        command(str(chain), out=tmp_path / "runs", device="cpu", rehearse=True)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and not any("is trained" in line for line in said)
+
+
 def test_only_what_is_missing_is_trained(chain, tmp_path):
     """Neither what is there, nor what only served to train what is there."""
     (tmp_path / "out" / "first" / "final").mkdir(parents=True)

@@ -231,6 +231,16 @@ def tiny(recipe: Recipe) -> Recipe:
     return recipe.with_(stages=stages)
 
 
+def starting_from(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
+    """The same recipe, its starts looked for in other places."""
+    model, words = recipe.model, recipe.tokenizer
+    parts = {name: part.with_(start=places.get(part.start, part.start)) for name, part in model.parts.items()}
+    model = model.with_(parts=parts, start=places.get(model.start or "", model.start))
+    if words is not None:
+        words = words.with_(start=places.get(words.start or "", words.start))
+    return recipe.with_(model=model, tokenizer=words)
+
+
 # What may change between a start and the next without changing what is learned.
 HOW = ("workers", "save_every", "judge", "judge_every", "judge_first", "compile", "recompute")
 

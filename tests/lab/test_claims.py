@@ -253,6 +253,15 @@ def test_claims_of_several_sweeps_are_run_together(tmp_path, monkeypatch, capsys
     assert len(asked) == 1 and "has its results" in capsys.readouterr().out
 
 
+def test_claims_are_rehearsed_sweep_by_sweep_and_nothing_is_run(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitrail.cli.sweep.rehearse_sweeps", lambda names, *, device: asked.append((*names, device)))
+    monkeypatch.setattr("vitrail.cli.sweep.run_sweeps", lambda *_, **__: pytest.fail("run"))
+    command.run("vlm-mlp", "vlm-one-stage", "vlm-naive-crop", device="cpu", rehearse=True, keep=True)
+    assert asked == [("vlm", "vlm-fit", "cpu")] and not list(tmp_path.iterdir())
+
+
 def test_the_list_names_all(tmp_path, capsys):
     command.list_claims(results=ROOT / "results")
     said = capsys.readouterr().out

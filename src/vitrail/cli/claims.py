@@ -41,6 +41,7 @@ def run(
     jobs: int = 1,
     device: str | None = None,
     train: bool = True,
+    rehearse: Annotated[bool, Parameter(negative="")] = False,
     keep: Annotated[bool, Parameter(negative="")] = False,
     results: Path = RESULTS,
 ) -> None:
@@ -58,13 +59,15 @@ def run(
         cpu or cuda; a GPU is used where there is one.
     train
         Train what the sweeps start from first, where it is not there; or say how, and stop.
+    rehearse
+        Only see whether the sweeps would run: every variant for one step of two samples, and all tests of it.
     keep
         Put the sweeps' tables, with where they come from, among the results, and write docs/claims.md anew.
     results
         Folder of kept results.
     """
     from vitrail import sweep as sweeps
-    from vitrail.cli.sweep import run_sweeps, show_table
+    from vitrail.cli.sweep import rehearse_sweeps, run_sweeps, show_table
     from vitrail.lab.claims import RULE, SEEDS, claim, judge
     from vitrail.lab.claims_page import found
     from vitrail.lab.kept import read_kept
@@ -80,6 +83,9 @@ def run(
     outs = {one.sweep: out or Path("out") / one.sweep for one in chosen if one.sweep is not None}
     if out is not None and len(outs) > 1:
         raise ConfigError(f"one folder for the sweeps {', '.join(outs)}", "leave --out away, or name claims of one")
+    if rehearse:
+        rehearse_sweeps(outs, device=device)
+        return
     for name in outs:
         if (seeds := len(sweeps.read(name).seeds)) < SEEDS:
             print(

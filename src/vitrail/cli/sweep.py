@@ -1,7 +1,7 @@
 """`vitrail sweep`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,7 @@ def sweep(
     show: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: str | None = None,
     train: bool = True,
+    rehearse: Annotated[bool, Parameter(negative="")] = False,
     share: Annotated[str | None, Parameter(show=False)] = None,
 ) -> None:
     """Train a recipe in several variants and seeds, test every model alike, and show one table.
@@ -40,7 +41,12 @@ def sweep(
         cpu or cuda; a GPU is used where there is one.
     train
         Train what the variants start from first, where it is not there; or say how, and stop.
+    rehearse
+        Only see whether it would run: every variant for one step of two samples, and all tests of it.
     """
+    if rehearse:
+        rehearse_sweeps([sweep], device=device)
+        return
     if share is None:
         failed = run_sweeps({sweep: out}, jobs=jobs, device=device, train=train)
         show_table(sweep, out, show)
@@ -78,6 +84,25 @@ def run_sweeps(outs: Mapping[str, Path], *, jobs: int, device: str | None, train
             recipes.train(need.read_recipe(), need.folder, device=device)
         failed += _in_turn(name, out, device)
     return failed
+
+
+def rehearse_sweeps(names: Iterable[str], *, device: str | None) -> None:
+    """See whether all variants of some sweeps can be trained and tested, in folders that are swept away."""
+    from tempfile import TemporaryDirectory
+
+    from tqdm import tqdm
+
+    from vitrail import sweep as sweeps
+
+    failed = []
+    for chosen in map(sweeps.read, names):
+        with TemporaryDirectory(prefix="vitrail-") as folder:
+            tried = sweeps.rehearse(chosen, partial(_test, device=device), Path(folder), device=device)
+            for run, wrong in tqdm(tried, desc=chosen.name, total=len(chosen.variants), unit="variant", disable=None):
+                tqdm.write(f"{chosen.name}: {run.variant.name}: {wrong or 'is trained and tested'}")
+                failed += [run.variant.name] if wrong else []
+    if failed:
+        raise ConfigError(f"would fail: {', '.join(failed)}", "mend them before they are trained")
 
 
 def _in_turn(name: str, out: Path, device: str | None, share: tuple[int, int] = (0, 1)) -> list[str]:

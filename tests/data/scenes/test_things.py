@@ -20,6 +20,12 @@ def test_the_hundred_are_what_the_judge_knows():
     assert read is not None and sorted(read["concepts"]) == sorted(HUNDRED) and len(set(HUNDRED)) == 100
 
 
+def test_the_thirty_are_those_that_it_knows_first():
+    """So that `eval drawing --concepts 30` asks for what a generator of them learned."""
+    read = recipe.read("judge").model.config
+    assert read is not None and tuple(read["concepts"][:30]) == module.GROUPS["thirty"]
+
+
 def test_a_group_is_those_that_there_are(atlas, monkeypatch):
     table = atlas.table
     every = shown(table, things(table))

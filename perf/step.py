@@ -1,0 +1,147 @@
+"""A step of a recipe's stage, as the trainer takes it: what it lasts, and what its kernels spend, by ways to attend.
+
+    python perf/step.py mini sharpen --out results.json 'model.parts.codec={start="mini", part="codec"}'
+
+    torch   as training does: torch's own kernels, with a dense mask where a plan needs one, without cuDNN's
+    cudnn   with cuDNN's among them, whose gradients are not numbers at times
+    flex    block-sparse attention for short rows too
+
+Changes of the recipe are given as to `vitrail train`. Every way is built, compiled and warmed up anew, with the same
+samples. `fraction` is the share of a large product's rate on the same device that the trainer's log calls `mfu`.
+Kernels are those of PROFILED steps behind those that are timed: products, attention, and all others.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import record
+from torch.profiler import ProfilerActivity, profile
+
+from vitrail import recipe as recipes
+from vitrail.train import trainer
+from vitrail.train.schedule import Constant
+
+CUDA = torch.cuda.is_available()
+attend: Any = importlib.import_module("vitrail.nn.attend")  # the module, whose function has its name
+WARM, TIMED, PROFILED = (30, 30, 3) if CUDA else (1, 2, 1)
+GROUPS = {  # of kernels, by what their names hold
+    "attention": ("flash", "fmha", "attention", "cudnn_generated"),
+    "products": ("gemm", "cutlass", "nvjet", "cublas", "_mm"),
+}
+
+
+class Timed(trainer.Trainer):
+    """Steps with the device waited for, and nothing saved."""
+
+    seconds: list[float]
+    kernels: dict[str, float]
+
+    def _save(self, saves: Path) -> None:
+        pass
+
+    def _one_step(self, batches: Any, rate: float) -> dict[str, float]:
+        if self.step == 0:
+            Timed.seconds, Timed.kernels = [], {}
+            self.profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])])
+        if self.step == WARM + TIMED:
+            self.profiler.__enter__()
+        _wait()
+        start = time.perf_counter()
+        found = super()._one_step(batches, rate)
+        _wait()
+        if self.step < WARM + TIMED:
+            Timed.seconds += [time.perf_counter() - start][self.step < WARM :]
+        if self.step == WARM + TIMED + PROFILED - 1:
+            self.profiler.__exit__(None, None, None)
+            Timed.kernels = grouped(
+                {e.key: e.self_device_time_total / 1e3 / PROFILED for e in self.profiler.key_averages()}
+            )
+        return found
+
+
+def grouped(kernels: dict[str, float]) -> dict[str, float]:
+    """Kernels by name, ms → groups, ms"""
+    found = dict.fromkeys([*GROUPS, "others"], 0.0)
+    for name, spent in kernels.items():
+        words = name.lower()
+        found[next((group for group, parts in GROUPS.items() if any(p in words for p in parts)), "others")] += spent
+    return found
+
+
+@contextlib.contextmanager
+def way(name: str) -> Iterator[None]:
+    """The trainer's kernels, for a while."""
+    sound, short = trainer.sound_gradients, attend.SHORT
+    if name == "cudnn":
+        trainer.sound_gradients = contextlib.nullcontext
+    if name == "flex":
+        attend.SHORT = 64
+    try:
+        yield
+    finally:
+        trainer.sound_gradients, attend.SHORT = sound, short
+        torch.compiler.reset()
+
+
+def measure(chosen: recipes.Recipe, name: str) -> dict[str, Any]:
+    usual, recipes.Trainer = recipes.Trainer, Timed
+    try:
+        with way(name), tempfile.TemporaryDirectory() as folder:
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            recipes.train(chosen, Path(folder), quiet=True)
+            log = (Path(folder) / chosen.stages[0].name / "log.jsonl").read_text().splitlines()
+    finally:
+        recipes.Trainer = usual
+    rows = [json.loads(line) for line in log]
+    return {
+        "ms": 1e3 * statistics.median(Timed.seconds),
+        "least": 1e3 * min(Timed.seconds),
+        "fraction": statistics.median(row["mfu"] for row in rows if WARM < row["step"] <= WARM + TIMED),
+        "kernels": Timed.kernels,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,
+        "loss": rows[-1]["loss"],
+    }
+
+
+def short(chosen: recipes.Recipe, name: str) -> recipes.Recipe:
+    """One stage of it, as long as it takes to be measured, and its sources."""
+    stage = next(stage for stage in chosen.stages if stage.name == name)
+    steps = WARM + TIMED + PROFILED
+    stage = stage.with_(steps=steps, save_every=steps, judge=(), judge_every=0, schedule=Constant())
+    sources = {key: one for key, one in chosen.sources.items() if key in stage.mixture.weights}
+    return chosen.with_(stages=(stage,), sources=sources)
+
+
+def _wait() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("stage")
+    parser.add_argument("changes", nargs="*", help="KEY=VALUE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ways", nargs="+", choices=["torch", "cudnn", "flex"], default=["torch", "cudnn", "flex"])
+    asked = parser.parse_args()
+    chosen = short(recipes.read(asked.recipe, dict(change.split("=", 1) for change in asked.changes)), asked.stage)
+    found = {}
+    for name in asked.ways:
+        found[name] = measure(chosen, name)
+        print(name, json.dumps(found[name]), flush=True)
+        record(asked.out, found, "vitrail.train.trainer", "vitrail.nn.attend", "vitrail.train.ahead")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,31 +8,36 @@
 
 Changes of the recipe are given as to `vitrail train`. Every way is built, compiled and warmed up anew, with the same
 samples. `fraction` is the share of a large product's rate on the same device that the trainer's log calls `mfu`.
-Kernels are those of PROFILED steps behind those that are timed: products, attention, and all others.
+Kernels are those of PROFILED steps behind those that are timed: products, attention, and all others, among them what a
+compiler made of many small operations.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from record import record
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail import recipe as recipes
+from vitrail.errors import ConfigError, nearest
 from vitrail.train import trainer
 from vitrail.train.schedule import Constant
 
 CUDA = torch.cuda.is_available()
 attend: Any = importlib.import_module("vitrail.nn.attend")  # the module, whose function has its name
 WARM, TIMED, PROFILED = (30, 30, 3) if CUDA else (1, 2, 1)
+FUSED = ("triton_poi", "triton_red", "triton_per")  # named after what they stand beside, too
 GROUPS = {  # of kernels, by what their names hold
     "attention": ("flash", "fmha", "attention", "cudnn_generated"),
     "products": ("gemm", "cutlass", "nvjet", "cublas", "_mm"),
@@ -58,23 +63,28 @@ class Timed(trainer.Trainer):
         start = time.perf_counter()
         found = super()._one_step(batches, rate)
         _wait()
-        if self.step < WARM + TIMED:
-            Timed.seconds += [time.perf_counter() - start][self.step < WARM :]
+        if WARM <= self.step < WARM + TIMED:
+            Timed.seconds.append(time.perf_counter() - start)
         if self.step == WARM + TIMED + PROFILED - 1:
             self.profiler.__exit__(None, None, None)
-            Timed.kernels = grouped(
-                {e.key: e.self_device_time_total / 1e3 / PROFILED for e in self.profiler.key_averages()}
-            )
+            Timed.kernels = grouped(self.profiler.key_averages())
         return found
 
 
-def grouped(kernels: dict[str, float]) -> dict[str, float]:
-    """Kernels by name, ms → groups, ms"""
+def grouped(events: Iterable[Any]) -> dict[str, float]:
+    """What a profile averaged → ms of a step by group. What ran on the device counts, and not what launched it, to
+    which the same time is given."""
     found = dict.fromkeys([*GROUPS, "others"], 0.0)
-    for name, spent in kernels.items():
-        words = name.lower()
-        found[next((group for group, parts in GROUPS.items() if any(p in words for p in parts)), "others")] += spent
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            found[_group(event.key.lower())] += event.self_device_time_total / 1e3 / PROFILED
     return found
+
+
+def _group(name: str) -> str:
+    if name.startswith(FUSED):
+        return "others"
+    return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), "others")
 
 
 @contextlib.contextmanager
@@ -96,7 +106,9 @@ def measure(chosen: recipes.Recipe, name: str) -> dict[str, Any]:
     usual, recipes.Trainer = recipes.Trainer, Timed
     try:
         with way(name), tempfile.TemporaryDirectory() as folder:
+            gc.collect()  # the way before
             if CUDA:
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             recipes.train(chosen, Path(folder), quiet=True)
             log = (Path(folder) / chosen.stages[0].name / "log.jsonl").read_text().splitlines()
@@ -115,7 +127,10 @@ def measure(chosen: recipes.Recipe, name: str) -> dict[str, Any]:
 
 def short(chosen: recipes.Recipe, name: str) -> recipes.Recipe:
     """One stage of it, as long as it takes to be measured, and its sources."""
-    stage = next(stage for stage in chosen.stages if stage.name == name)
+    stages = {stage.name: stage for stage in chosen.stages}
+    if name not in stages:
+        raise ConfigError(f"recipe {chosen.name!r} has no stage {name!r}", nearest(name, stages))
+    stage = stages[name]
     steps = WARM + TIMED + PROFILED
     stage = stage.with_(steps=steps, save_every=steps, judge=(), judge_every=0, schedule=Constant())
     sources = {key: one for key, one in chosen.sources.items() if key in stage.mixture.weights}
@@ -135,6 +150,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ways", nargs="+", choices=["torch", "cudnn", "flex"], default=["torch", "cudnn", "flex"])
     asked = parser.parse_args()
+    if wrong := [change for change in asked.changes if "=" not in change]:
+        parser.error(f"{wrong[0]!r} is no KEY=VALUE")
     chosen = short(recipes.read(asked.recipe, dict(change.split("=", 1) for change in asked.changes)), asked.stage)
     found = {}
     for name in asked.ways:

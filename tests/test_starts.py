@@ -13,7 +13,7 @@ from vitrail.data.scenes.source import ScenesConfig
 from vitrail.recipe import MODELS, Recipe
 
 FOLDERS = dict.fromkeys(
-    ("qlip-drawn", "bsq-vit-scenes", "bsq-vit-bare"), "qlip-scenes"
+    ("bsq-vit-scenes", "bsq-vit-bare"), "qlip-drawn"
 )  # of one recipe with changes that leave its shapes alone
 
 

@@ -10,7 +10,7 @@ import torch
 
 from vitrail import recipe, sweep
 from vitrail.cli.sweep import sweep as command
-from vitrail.errors import ConfigError, TrainError
+from vitrail.errors import ConfigError, Stopped, TrainError
 from vitrail.models.vlm import VLM
 
 SMALL = {
@@ -321,10 +321,23 @@ def test_a_rehearsal_finds_what_would_fail_at_the_end(chain, tmp_path, capsys):
         '[tests]\nscore = ["retrieval", "--data", "nowhere"]\n[[variants]]\nname = "one"\n[[variants]]\nname = "two"\n'
     )
     chain.write_text(chain.read_text().replace('[[variants]]\nname = "one"\n', more))
-    with pytest.raises(ConfigError, match="would fail: one, two"):
+    with pytest.raises(ConfigError, match="would fail: chain: one, chain: two"):
         command(str(chain), out=tmp_path / "runs", device="cpu", rehearse=True)
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and not any("is trained" in line for line in said)
+    assert len(said) == 2 and all("Decoder" in line for line in said)  # what the test says of such a model
+
+
+def test_a_rehearsal_says_which_start_cannot_be_trained(chain, tmp_path, monkeypatch):
+    def train(chosen, out, **_):
+        raise ConfigError("no room", "make some") if chosen.name == "second" else Stopped("stopped by SIGINT")
+
+    monkeypatch.setattr("vitrail.sweep.recipes.train", train)
+    (tmp_path / "out" / "first" / "final").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="out/second, which it starts from: no room"):
+        command(str(chain), out=tmp_path / "runs", device="cpu", rehearse=True)
+    (tmp_path / "out" / "second" / "final").mkdir(parents=True)
+    with pytest.raises(Stopped):  # a signal is for all, and no fault of the variant's
+        command(str(chain), out=tmp_path / "runs", device="cpu", rehearse=True)
 
 
 def test_only_what_is_missing_is_trained(chain, tmp_path):

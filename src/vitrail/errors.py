@@ -44,6 +44,10 @@ class TrainError(VitrailError):
     """A run that cannot go on, with all that was done kept."""
 
 
+class Stopped(TrainError):
+    """A run that a signal ended, which is meant for all runs, and no fault of this one."""
+
+
 class StreamError(VitrailError):
     """A sample that cannot be one stream: tokens, features, spans or losses that do not fit each other."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from vitrail import recipe as recipes
 from vitrail.config import Config
 from vitrail.devices import usable
-from vitrail.errors import ConfigError, VitrailError, nearest
+from vitrail.errors import ConfigError, Stopped, VitrailError, nearest
 from vitrail.hub.configs import shipped
 from vitrail.hub.packages import PACKAGES
 from vitrail.jobs import OURS, Job
@@ -236,15 +236,18 @@ def do(sweep: Sweep, run: Run, test: Test, *, device: str | None = None) -> None
 
 def rehearse(sweep: Sweep, test: Test, out: Path, *, device: str | None = None) -> Iterator[tuple[Run, str | None]]:
     """Every variant trained for one step of two samples, and so what it starts from where that is not there yet, but
-    tested as it will be: what would fail at the end of a long training fails now. `out` is for this alone. → each run,
-    and what is wrong with it, if anything is."""
+    tested as it will be: what a test would refuse at the end of a long training, it refuses now. `out` is for this
+    alone. → each run, and what is wrong with it, if anything is."""
     made: dict[str, str] = {}
 
     def train(chosen: recipes.Recipe, folder: Path) -> None:
         recipes.train(recipes.starting_from(recipes.tiny(chosen), made), folder, device=device, quiet=True)
 
     for need in missing(sweep):
-        train(need.read_recipe(), out / "needs" / need.folder.name)
+        try:
+            train(need.read_recipe(), out / "needs" / need.folder.name)
+        except VitrailError as error:
+            raise ConfigError(f"{need.folder}, which it starts from: {error.problem}", error.remedy) from error
         made[str(need.folder / "final")] = str(out / "needs" / need.folder.name / "final")
     for run in runs(sweep.with_(seeds=sweep.seeds[:1]), out / "runs"):
         wrong = None
@@ -253,6 +256,8 @@ def rehearse(sweep: Sweep, test: Test, out: Path, *, device: str | None = None) 
             for words, file in _untested(sweep, run):
                 test(run.folder / "final", words, file)
         except VitrailError as error:
+            if isinstance(error, Stopped):
+                raise
             wrong = error.problem
         yield run, wrong
 

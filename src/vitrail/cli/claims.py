@@ -60,7 +60,8 @@ def run(
     train
         Train what the sweeps start from first, where it is not there; or say how, and stop.
     rehearse
-        Only see whether the sweeps would run: every variant for one step of two samples, and all tests of it.
+        Only see whether the sweeps would run: every variant for one step of two samples, and all tests of it. Nothing
+        is kept.
     keep
         Put the sweeps' tables, with where they come from, among the results, and write docs/claims.md anew.
     results

@@ -46,8 +46,8 @@ def questions(
     unseen
         Ask in paraphrases that training never uses.
     names
-        Which things appear: "hundred", those that mini draws, or those of a recipe's scenes, as RECIPE:SOURCE. All
-        unless said.
+        Which things appear: "hundred", those that mini draws, "thirty" of them, or those of a recipe's scenes, as
+        RECIPE:SOURCE. All unless said.
     sizes
         Of things, from … to, in shares of the picture's side; the preset's unless said.
     page

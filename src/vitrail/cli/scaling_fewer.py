@@ -77,8 +77,8 @@ def fewer(
     tokens
         How many, ascending, below all that there are, which are asked with too. May be repeated.
     names
-        Which things appear: "hundred", those that mini draws, or those of a recipe's scenes, as RECIPE:SOURCE. All
-        unless said.
+        Which things appear: "hundred", those that mini draws, "thirty" of them, or those of a recipe's scenes, as
+        RECIPE:SOURCE. All unless said.
     batch
         Questions at once.
     device

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from vitrail.cli.scaling import print_table, save_figure, table_lines
 from vitrail.cli.written import write_plain
-from vitrail.errors import ConfigError, TrainError, VitrailError
+from vitrail.errors import ConfigError, Stopped, TrainError, VitrailError
 from vitrail.hub.files import write_json
 from vitrail.jobs import OURS, Job, side_by_side
 from vitrail.lab.contrasts import (
@@ -183,7 +183,7 @@ def _one_job(experiment: Experiment, phase: Phase, share: str) -> None:
         try:
             experiment.do(phase, planned)
         except VitrailError as error:  # the others need not wait for it
-            if error.problem.startswith("stopped by") or phase != "runs":
+            if isinstance(error, Stopped) or phase != "runs":
                 raise
             failed.append(f"{planned.name}: {error.problem}")
     if failed:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from vitrail.errors import ConfigError, TrainError, VitrailError
+from vitrail.errors import ConfigError, Stopped, TrainError, VitrailError
 
 
 def sweep(
@@ -42,7 +42,7 @@ def sweep(
     train
         Train what the variants start from first, where it is not there; or say how, and stop.
     rehearse
-        Only see whether it would run: every variant for one step of two samples, and all tests of it.
+        Only see whether it would run: every variant for one step of two samples, and all tests of it. Nothing is kept.
     """
     if rehearse:
         rehearse_sweeps([sweep], device=device)
@@ -100,7 +100,7 @@ def rehearse_sweeps(names: Iterable[str], *, device: str | None) -> None:
             tried = sweeps.rehearse(chosen, partial(_test, device=device), Path(folder), device=device)
             for run, wrong in tqdm(tried, desc=chosen.name, total=len(chosen.variants), unit="variant", disable=None):
                 tqdm.write(f"{chosen.name}: {run.variant.name}: {wrong or 'is trained and tested'}")
-                failed += [run.variant.name] if wrong else []
+                failed += [f"{chosen.name}: {run.variant.name}"] if wrong else []
     if failed:
         raise ConfigError(f"would fail: {', '.join(failed)}", "mend them before they are trained")
 
@@ -116,7 +116,7 @@ def _in_turn(name: str, out: Path, device: str | None, share: tuple[int, int] = 
         try:
             sweeps.do(chosen, run, partial(_test, device=device), device=device)
         except VitrailError as error:  # the others need not wait for it
-            if error.problem.startswith("stopped by"):  # a signal, which is meant for all
+            if isinstance(error, Stopped):
                 raise
             failed.append(f"{run.name}: {error.problem}")
     return failed

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.order import Draw, Order
-from vitrail.errors import ConfigError, TrainError
+from vitrail.errors import ConfigError, Stopped, TrainError
 from vitrail.nn import Block, sound_gradients
 from vitrail.nn.replay import recording
 from vitrail.train import checkpoint, distributed
@@ -152,7 +152,7 @@ class Trainer:
         finally:
             log.close()
         if stop:
-            raise TrainError(
+            raise Stopped(
                 f"stopped by {signal.Signals(stop).name} after step {self.step} of {self.stage.steps}, "
                 f"which is saved in {saves}",
                 "start the same command again to go on",

@@ -20,7 +20,7 @@ HUNDRED = (
     "rabbit", "ring", "rocket", "rose", "sailboat", "jellyfish", "shark", "snail", "snake", "snowman",
     "parrot", "spider", "star", "strawberry", "sunflower", "teapot", "tent", "tiger", "umbrella", "whale",
 )  # fmt: skip
-"""What the judge knows and `mini` draws."""
+"""What the judge knows and `mini` draws. The first thirty are those of `eval drawing --concepts 30`."""
 
 GROUPS: dict[str, tuple[str, ...]] = {"hundred": HUNDRED, "thirty": HUNDRED[:30]}
 

@@ -91,8 +91,19 @@ def test_a_run_stops_behind_a_stage_and_goes_on_as_if_it_had_not(tmp_path):
     recipe.train(small, tmp_path / "half", until="more", quiet=True)
     again = hub.load(tmp_path / "half" / "final")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
-    with pytest.raises(ConfigError, match=r"no stage 'nowhere'.*\n.*learn"):
-        cli.train("smoke", out=tmp_path / "none", until="nowhere")
+    unread = {**small.sources, "unread": docs.with_(files=("gone.txt",))}  # by any stage that is left
+    rest = recipe.begun(small.with_(sources=unread), "more", str(tmp_path / "half" / "learn" / "final"))
+    assert [stage.name for stage in rest.stages] == ["more"] and set(rest.sources) == {"docs"}
+    elsewhere = recipe.train(rest, tmp_path / "elsewhere", quiet=True)
+    assert all(torch.equal(a, b) for a, b in zip(elsewhere.parameters(), whole.parameters(), strict=True))
+    for more, says in (
+        ({"until": "nowhere"}, r"no stage 'nowhere'.*\n.*learn"),
+        ({"since": "nowhere", "start": "smoke"}, r"no stage 'nowhere'.*\n.*learn"),
+        ({"since": "learn"}, "--since and --start go together"),
+        ({"start": "stories15M"}, "--since and --start go together"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            cli.train("smoke", out=tmp_path / "none", **more)
     assert not (tmp_path / "none").exists()
 
 

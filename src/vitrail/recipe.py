@@ -231,6 +231,19 @@ def tiny(recipe: Recipe) -> Recipe:
     return recipe.with_(stages=stages)
 
 
+def begun(recipe: Recipe, since: str, start: str) -> Recipe:
+    """What is left of a recipe from a stage on, for a model that has been through those before: out/STAGE/final of a
+    run that stopped behind one. Weights are all that stages hand on, so that it ends where one that never stopped does."""
+    left = recipe.stages[_place(recipe, since) :]
+    read = {name for stage in left for name in (*stage.mixture.weights, *stage.judge)}
+    return recipe.with_(
+        stages=left,
+        model=ModelPart(kind=recipe.model.kind, start=start),
+        tokenizer=None if recipe.tokenizer is None else TokenizerPart(start=start),
+        sources={name: source for name, source in recipe.sources.items() if name in read},
+    )
+
+
 def starting_from(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
     """The same recipe, its starts looked for in other places."""
     model, words = recipe.model, recipe.tokenizer
@@ -295,8 +308,8 @@ def train(
     Under torchrun the processes share the work, and any number of them can go on with what others began; the model that
     comes back is whole in the first of them, and in shards in the others.
     """
-    final, last = kept_in(recipe, out, until), until or recipe.stages[-1].name
-    stages = recipe.stages[: 1 + [stage.name for stage in recipe.stages].index(last)]
+    final = kept_in(recipe, out, until)
+    stages = recipe.stages if until is None else recipe.stages[: 1 + _place(recipe, until)]
     refuse_untrained(recipe)
     device = usable(device)
     out.mkdir(parents=True, exist_ok=True)
@@ -333,10 +346,16 @@ def train(
 
 def kept_in(recipe: Recipe, out: Path, until: str | None = None) -> Path:
     """The folder that a run's weights are in when it ends, or when it stops behind a stage."""
-    names = [stage.name for stage in recipe.stages]
-    if until is not None and until not in names:
-        raise ConfigError(f"recipe {recipe.name!r} has no stage {until!r}", f"stages: {', '.join(names)}")
-    return out / "final" if until in (None, names[-1]) else out / str(until) / "final"
+    if until is None or _place(recipe, until) == len(recipe.stages) - 1:
+        return out / "final"
+    return out / until / "final"
+
+
+def _place(recipe: Recipe, stage: str) -> int:
+    names = [one.name for one in recipe.stages]
+    if stage not in names:
+        raise ConfigError(f"recipe {recipe.name!r} has no stage {stage!r}", f"stages: {', '.join(names)}")
+    return names.index(stage)
 
 
 def _pictures(recipe: Recipe) -> Sources:

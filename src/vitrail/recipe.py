@@ -233,7 +233,7 @@ def tiny(recipe: Recipe) -> Recipe:
 
 def begun(recipe: Recipe, since: str, start: str) -> Recipe:
     """What is left of a recipe from a stage on, for a model that has been through those before: out/STAGE/final of a
-    run that stopped behind one. Weights are all that stages hand on, so that it ends where one that never stopped does."""
+    run that stopped behind one. Weights are all that stages hand on: it ends where one that never stopped does."""
     left = recipe.stages[_place(recipe, since) :]
     read = {name for stage in left for name in (*stage.mixture.weights, *stage.judge)}
     return recipe.with_(

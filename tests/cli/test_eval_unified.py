@@ -14,6 +14,7 @@ from vitrail.cli.eval import app
 from vitrail.data.scenes.source import ScenesConfig
 from vitrail.data.scenes.things import GROUPS
 from vitrail.errors import ConfigError
+from vitrail.evals.suites import talking
 from vitrail.models.detector import Detector
 from vitrail.processing.text import Tokenizer
 
@@ -108,6 +109,26 @@ def test_drawing(run, tmp_path):
     assert [score["of"] for score in found["scores"]] == [2] * 6 + [12, 12]
     assert found["scores"][-1]["name"] == "true pictures through the codec" and "others" in found["scores"][0]["beside"]
     assert found["concepts"] == 8 and found["steps"] == 2
+
+
+def test_true_pictures_may_be_a_recipes(run, tmp_path, monkeypatch):
+    sources = {"draw": ScenesConfig(atlas="flat", preset="plain", side=640, scene={"objects": [1, 2], "repeat": 0.5})}
+    monkeypatch.setattr("vitrail.recipe.read", lambda name: SimpleNamespace(sources=sources))
+    shown, redrawn = [], talking.redrawn
+
+    def watched(through, judge, source, *more, **how):
+        shown.append(source.config)
+        return redrawn(through, judge, source, *more, **how)
+
+    monkeypatch.setattr(talking, "redrawn", watched)
+    asked = ("drawing", "--judge", tmp_path / "judge", "--count", 1, "--steps", 1, "--concepts", 8, "--true")
+    found, _ = run(*asked, "mine:draw")
+    assert found["true"] == "mine:draw" and found["scores"][-1]["of"] == 6
+    [config] = shown
+    assert config.scene["objects"] == [1, 2] and config.preset == "plain" and config.side < 640  # the model's own
+    monkeypatch.setattr(talking, "drawn", lambda *_, **__: pytest.fail("drawn"))
+    with pytest.raises(ConfigError, match="no scenes 'any'"):
+        run(*asked, "mine:any")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -12,6 +12,9 @@ from vitrail.cli.eval_reader import check_kinds, open_reader, scenes_of
 from vitrail.cli.fewer import FEWER, Fewer
 from vitrail.cli.written import check_written
 from vitrail.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from vitrail.data.scenes.source import ScenesConfig
 
 KINDS = (
     "existence_random", "existence_popular", "existence_adversarial", "counting", "colour", "position", "relation",
@@ -80,22 +83,28 @@ def questions(
 
 def things(asked: str) -> list[str]:
     """A group of things, or those that a recipe's scenes show."""
-    from vitrail import recipe
-    from vitrail.data.scenes.source import ScenesConfig
     from vitrail.data.scenes.things import GROUPS
 
     if asked in GROUPS:
         return [asked]
-    name, _, source = asked.rpartition(":")
-    if not name:
+    if ":" not in asked:
         raise ConfigError(f"--names {asked} says no recipe", f"write RECIPE:SOURCE, or {', '.join(GROUPS)}")
+    found = scenes_in(asked).asked().names
+    if not found:
+        raise ConfigError(f"the scenes {asked} name no things: they show all", "leave --names out")
+    return list(found)
+
+
+def scenes_in(asked: str) -> "ScenesConfig":
+    """RECIPE:SOURCE → the scenes of a recipe"""
+    from vitrail import recipe
+    from vitrail.data.scenes.source import ScenesConfig
+
+    name, _, source = asked.rpartition(":")
     sources = {key: one for key, one in recipe.read(name).sources.items() if isinstance(one, ScenesConfig)}
     if source not in sources:
         raise ConfigError(f"recipe {name!r} has no scenes {source!r}", nearest(source, sources))
-    found = sources[source].asked().names
-    if not found:
-        raise ConfigError(f"the scenes {source!r} of {name!r} name no things: they show all", "leave --names out")
-    return list(found)
+    return sources[source]
 
 
 def stress(
@@ -171,7 +180,8 @@ def drawing(
     atlas
         Sprites whose names are asked for: emoji, or a .safetensors file.
     true
-        Sprites that the true pictures are made of: those that the model learned to draw. "" for none.
+        Sprites that the true pictures are made of: those that the model learned to draw; or the scenes of a recipe, as
+        RECIPE:SOURCE. "" for none.
     page
         An HTML file to write the scores to, with drawings of each kind that the judge took for right and for wrong.
     """
@@ -181,6 +191,8 @@ def drawing(
     from vitrail.show.scored import Gathered
 
     check_written(page, "--page")
+    more: dict[str, object] = {"repeat": 0.3, "tint": 0.5}  # so that there is something of every kind
+    config = scenes_in(true) if ":" in true else ScenesConfig(atlas=true, preset="drawing", scene=more)
     easel, detector = Easel(model, hand, common), open_detector(judge, common)
     easel.shows = detector.config.image.image
     names = detector.config.concepts[:concepts]
@@ -189,9 +201,7 @@ def drawing(
     seen = Gathered("drawing")
     scores = drawn(easel.draw, known, count, seed=hand.seed, held_out=unseen, batch=common.batch, watch=seen)
     if true:
-        more: dict[str, object] = {"repeat": 0.3, "tint": 0.5}  # so that there is something of every kind
-        config = ScenesConfig(atlas=true, preset="drawing", side=easel.side, scene=more)
-        there = SceneSource(config, open_atlas(true)).only(names)
+        there = SceneSource(config.with_(side=easel.side), open_atlas(config.atlas)).only(names)
         scores.append(redrawn(easel.through, judge_of(detector, there, common), there, count, batch=common.batch))
     settings = {"judge": judge, "count": count, "concepts": len(names), "unseen": unseen, **asdict(hand), "true": true}
     tell("drawing", model, settings, scores, common)

@@ -246,6 +246,8 @@ def rehearse(sweep: Sweep, test: Test, out: Path, *, device: str | None = None) 
     for need in missing(sweep):
         try:
             train(need.read_recipe(), out / "needs" / need.folder.name)
+        except Stopped:
+            raise
         except VitrailError as error:
             raise ConfigError(f"{need.folder}, which it starts from: {error.problem}", error.remedy) from error
         made[str(need.folder / "final")] = str(out / "needs" / need.folder.name / "final")
@@ -255,9 +257,9 @@ def rehearse(sweep: Sweep, test: Test, out: Path, *, device: str | None = None) 
             train(sweep.read_recipe(run.variant, run.seed), run.folder)
             for words, file in _untested(sweep, run):
                 test(run.folder / "final", words, file)
+        except Stopped:
+            raise
         except VitrailError as error:
-            if isinstance(error, Stopped):
-                raise
             wrong = error.problem
         yield run, wrong
 

@@ -287,6 +287,12 @@ def test_what_a_sweep_starts_from_is_trained_first(chain, tmp_path, capsys):
     assert not sweep.missing(sweep.read(chain))
 
 
+def test_runs_lie_in_a_folder_of_the_sweeps_name(chain, tmp_path):
+    command(str(chain), device="cpu")
+    assert (tmp_path / "out" / "chain" / "one" / "seed-0" / "final").is_dir()
+    assert (tmp_path / "out" / "chain" / "table.json").is_file()
+
+
 def test_without_training_the_commands_are_told(chain, tmp_path):
     with pytest.raises(ConfigError, match=r"starts from out/second/final") as caught:
         command(str(chain), out=tmp_path / "runs", train=False)
@@ -307,7 +313,7 @@ def test_a_rehearsal_trains_a_step_of_all_and_leaves_nothing(chain, tmp_path, ca
     changed = chain.read_text().replace("seeds = [0]", 'seeds = [0, 1]\nchanges = { "stages.0.steps" = 9000 }')
     chain.write_text(changed + '[[variants]]\nname = "two"\n')
     before = set(tmp_path.iterdir())
-    command(str(chain), out=tmp_path / "runs", device="cpu", rehearse=True)
+    command(str(chain), device="cpu", rehearse=True)
     assert capsys.readouterr().out.splitlines() == [f"chain: {name}: is trained and tested" for name in ("one", "two")]
     assert set(tmp_path.iterdir()) == before
     assert [name for name, *_ in trained] == ["first", "second", "third", "third"]  # of each variant one seed

@@ -17,7 +17,7 @@ import torch
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.quantizers import VQ
 from vitrail.data.order import Mixture
-from vitrail.errors import CheckpointError, ConfigError, TrainError
+from vitrail.errors import CheckpointError, ConfigError, Stopped, TrainError
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.tasks.text import TextTask
 from vitrail.train import checkpoint
@@ -296,7 +296,7 @@ def test_a_signal_lets_the_step_end(tmp_path):
         return plain(*given)
 
     run_._one_step = asked
-    with pytest.raises(TrainError, match="SIGTERM after step 5 of 12"):
+    with pytest.raises(Stopped, match="SIGTERM after step 5 of 12"):
         run_.train()
     assert checkpoint.steps(tmp_path / "cut" / "checkpoints")[-1] == 5
     assert same(weights(trainer(tmp_path / "cut").train()), whole)
@@ -364,7 +364,7 @@ def test_a_signal_in_the_last_step_stops_what_would_follow(tmp_path, monkeypatch
         return plain(self, *given)
 
     monkeypatch.setattr(Trainer, "_one_step", one_step)
-    with pytest.raises(TrainError, match="SIGTERM after step 12 of 12"):
+    with pytest.raises(Stopped, match="SIGTERM after step 12 of 12"):
         trainer(tmp_path).train()
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 12
 

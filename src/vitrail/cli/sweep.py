@@ -15,7 +15,7 @@ def sweep(
     sweep: str,
     /,
     *,
-    out: Path,
+    out: Path | None = None,
     jobs: int = 1,
     show: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: str | None = None,
@@ -32,7 +32,7 @@ def sweep(
     sweep
         A sweep's name (a file in recipes/sweeps) or a .toml file.
     out
-        Folder for the runs and the table (table.json).
+        Folder for the runs and the table (table.json); out/SWEEP unless said.
     jobs
         Runs side by side, each in a process of its own.
     show
@@ -47,6 +47,7 @@ def sweep(
     if rehearse:
         rehearse_sweeps([sweep], device=device)
         return
+    out = out or Path("out") / Path(sweep).stem
     if share is None:
         failed = run_sweeps({sweep: out}, jobs=jobs, device=device, train=train)
         show_table(sweep, out, show)

@@ -9,7 +9,7 @@
 Changes of the recipe are given as to `vitrail train`. Every way is built, compiled and warmed up anew, with the same
 samples. `fraction` is the share of a large product's rate on the same device that the trainer's log calls `mfu`.
 Kernels are those of PROFILED steps behind those that are timed: products, attention, and all others, among them what a
-compiler made of many small operations.
+compiler made of many small operations; and the LARGEST of them by name, each with its ms of a step.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from vitrail.train.schedule import Constant
 CUDA = torch.cuda.is_available()
 attend: Any = importlib.import_module("vitrail.nn.attend")  # the module, whose function has its name
 WARM, TIMED, PROFILED = (30, 30, 3) if CUDA else (1, 2, 1)
+LARGEST = 24
 FUSED = ("triton_poi", "triton_red", "triton_per")  # named after what they stand beside, too
 GROUPS = {  # of kernels, by what their names hold
     "attention": ("flash", "fmha", "attention", "cudnn_generated"),
@@ -49,13 +50,14 @@ class Timed(trainer.Trainer):
 
     seconds: list[float]
     kernels: dict[str, float]
+    largest: dict[str, float]
 
     def _save(self, saves: Path) -> None:
         pass
 
     def _one_step(self, batches: Any, rate: float) -> dict[str, float]:
         if self.step == 0:
-            Timed.seconds, Timed.kernels = [], {}
+            Timed.seconds, Timed.kernels, Timed.largest = [], {}, {}
             self.profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])])
         if self.step == WARM + TIMED:
             self.profiler.__enter__()
@@ -67,17 +69,27 @@ class Timed(trainer.Trainer):
             Timed.seconds.append(time.perf_counter() - start)
         if self.step == WARM + TIMED + PROFILED - 1:
             self.profiler.__exit__(None, None, None)
-            Timed.kernels = grouped(self.profiler.key_averages())
+            spent = on_device(self.profiler.key_averages())
+            Timed.kernels, Timed.largest = grouped(spent), dict(spent[:LARGEST])
         return found
 
 
-def grouped(events: Iterable[Any]) -> dict[str, float]:
-    """What a profile averaged → ms of a step by group. What ran on the device counts, and not what launched it, to
-    which the same time is given."""
+def on_device(events: Iterable[Any]) -> list[tuple[str, float]]:
+    """What a profile averaged → kernels and their ms of a step, the longest first. What ran on the device counts, and not
+    what launched it, to which the same time is given."""
+    found = [
+        (event.key, event.self_device_time_total / 1e3 / PROFILED)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return sorted(found, key=lambda one: -one[1])
+
+
+def grouped(spent: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Kernels and their ms → ms by group"""
     found = dict.fromkeys([*GROUPS, "others"], 0.0)
-    for event in events:
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            found[_group(event.key.lower())] += event.self_device_time_total / 1e3 / PROFILED
+    for name, ms in spent:
+        found[_group(name.lower())] += ms
     return found
 
 
@@ -120,6 +132,7 @@ def measure(chosen: recipes.Recipe, name: str) -> dict[str, Any]:
         "least": 1e3 * min(Timed.seconds),
         "fraction": statistics.median(row["mfu"] for row in rows if WARM < row["step"] <= WARM + TIMED),
         "kernels": Timed.kernels,
+        "largest": Timed.largest,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,
         "loss": rows[-1]["loss"],
     }
@@ -149,7 +162,7 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="KEY=VALUE")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ways", nargs="+", choices=["torch", "cudnn", "flex"], default=["torch", "cudnn", "flex"])
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     if wrong := [change for change in asked.changes if "=" not in change]:
         parser.error(f"{wrong[0]!r} is no KEY=VALUE")
     chosen = short(recipes.read(asked.recipe, dict(change.split("=", 1) for change in asked.changes)), asked.stage)

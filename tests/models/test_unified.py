@@ -107,6 +107,9 @@ def test_who_sees_whom(order):
     reading = [model.shown(seen), model.words(ids)]  # the mark, 9 codes, 4 words
     assert sees(model, reading, 1, 9) and sees(model, reading, 12, 3) and not sees(model, reading, 3, 12)
     assert not sees(model, reading, 10, 11)
+    seen_by = model.lay(*reading).plan.mask(14, 14, ids.device)[0, 0, :10]
+    assert model.lay(*reading).plan.lead == 10 and seen_by[:, :10].all() and not seen_by[:, 10:].any()
+    assert model.lay(*drawing).plan.lead == 0 == model.lay(model.words(ids), *reading).plan.lead
 
 
 def test_places_by_rows_and_columns():

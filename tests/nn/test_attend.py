@@ -73,6 +73,22 @@ def test_routes_agree(case):
             assert (ours - theirs).abs().max() <= 1e-5 * max(x.abs().max() for x in reference), route
 
 
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.integers(0, 99))
+@settings(max_examples=60)
+def test_tokens_that_lead_agree(n, more, turns, seed):
+    """A picture that is read both ways, and turns behind it that know nothing of each other."""
+    generator = torch.Generator().manual_seed(seed)
+    behind = torch.randint(1, turns + 1, (2, more), generator=generator).sort(1)[0]
+    segments = torch.cat([torch.zeros(2, n, dtype=torch.long), behind], 1)
+    spans = torch.cat([torch.ones(2, n, dtype=torch.long), torch.zeros_like(behind)], 1)
+    said = {"segments": segments, "key_segments": segments, "spans": spans, "key_spans": spans, "common": True}
+    plan = Plan(causal=True, lead=n, **said)
+    inputs = tensors(2, n + more, n + more, 4, 2, 8, seed)
+    reference = with_gradients("plain", plan, inputs)
+    for ours, theirs in zip(with_gradients("sdpa", plan, inputs), reference, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * max(x.abs().max() for x in reference)
+
+
 @pytest.mark.parametrize("segments", [[0, 0, 0, 1, 1], [0, 1, 0, 1, 1]], ids=["packed", "broken"])
 @pytest.mark.parametrize("spans", [None, [0, 1, 1, 0, 0]], ids=["plain", "spans"])
 def test_a_plan_of_one_row_serves_a_batch(segments, spans):

@@ -38,6 +38,15 @@ def stream(lengths, rows=2):
     return segments.expand(rows, -1).contiguous(), spans.expand(rows, -1).contiguous()
 
 
+def led(segments):
+    """The first fifth leads, and turns follow that know nothing of each other."""
+    n = segments.shape[1] // 5
+    turns = torch.where(torch.arange(segments.shape[1]) < n, 0, segments + 1)
+    spans = (turns == 0).long()
+    said = {"segments": turns, "key_segments": turns, "spans": spans, "key_spans": spans, "common": True}
+    return Plan(causal=True, lead=n, **said)
+
+
 def plans(lengths):
     segments, spans = stream(lengths)
     yield "packed", attention_plan(segments)
@@ -45,6 +54,7 @@ def plans(lengths):
     yield "packed window", attention_plan(segments, causal=True, window=(20, -1))
     yield "spans", attention_plan(segments, spans, causal=True)
     yield "spans window", attention_plan(segments, spans, causal=True, window=(15, -1))
+    yield "lead", led(segments)
     yield "broken", attention_plan(segments[:, torch.randperm(segments.shape[1])], causal=True)
     yield "causal", Plan(causal=True)
     yield "full", Plan()

@@ -1,6 +1,7 @@
 """What is recorded as a CUDA graph gives what is launched kernel by kernel."""
 
 import json
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from vitrail.data.captions import captions
 from vitrail.data.order import Mixture
 from vitrail.data.scenes.chance import bits
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
-from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, Rotary, RotaryConfig
+from vitrail.nn.beside import Beside
 from vitrail.nn.replay import MOST, Replayed, recording
 from vitrail.tasks.text import TextTask
 from vitrail.train.optim import OptimConfig
@@ -90,6 +92,42 @@ def test_scenes_are_the_cpu_s():
         plain, recorded = here.pair(index), there.pair(index.cuda())
         assert torch.equal(recorded.pixels.cpu(), plain.pixels) and torch.equal(recorded.true.cpu(), plain.true)
         assert torch.equal(there.again(index.cuda()).cpu(), here.again(index))
+
+
+def test_chains_beside_each_other_are_those_one_behind_the_other():
+    """Long chains of short kernels on numbers that come from where they are called, and random ones between."""
+
+    def chain(index):
+        for _ in range(300):
+            index = (index * 3 + 1) % 1_000_003
+        return index
+
+    recorded = [Replayed(chain) for _ in range(6)]
+
+    def made(index, which):
+        return {"x": recorded[which](index), "y": torch.rand(len(index), device=index.device)}
+
+    beside = Beside()
+    for seed in range(5):
+        index = torch.randint(1000, (64,), device="cuda")
+        torch.manual_seed(seed)
+        found = beside(index.device, [partial(made, index, which) for which in range(6)])
+        sums = [(one["x"] + one["y"]).double() for one in found]
+        del found
+        torch.manual_seed(seed)
+        for which, ours in enumerate(sums):
+            one = made(index, which)
+            assert torch.equal((one["x"] + one["y"]).double(), ours)
+
+
+@pytest.mark.parametrize("layout", ["1d", "mrope"])
+def test_a_compiled_rotation_is_the_same(layout):
+    rotary = Rotary(RotaryConfig(32, layout=layout, **({"sections": (4, 6, 6)} if layout == "mrope" else {}))).cuda()
+    positions = torch.randint(0, 500, (2, 9, 3), device="cuda")
+    positions = positions if layout == "mrope" else positions[..., 0]
+    compiled = torch.compile(lambda x: rotary(x)[:2], fullgraph=True)(positions)
+    for ours, theirs in zip(compiled, rotary(positions)[:2], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

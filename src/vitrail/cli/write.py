@@ -1,17 +1,22 @@
 """`vitrail write`: a language model goes on with a text."""
 
+import json
 import secrets
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from vitrail import hub
 from vitrail.backbones.decoder import DecoderConfig
+from vitrail.data.sources.progress import bar
 from vitrail.devices import usable
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import Sampling, stream
+from vitrail.generate.many import many
 from vitrail.hub.configs import read_config
 from vitrail.processing.chat import ChatTemplate
 
@@ -31,6 +36,8 @@ def write(
     seed: int | None = None,
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     chat: Annotated[bool, Parameter(negative="")] = False,
+    count: int | None = None,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None,
     device: str | None = None,
 ) -> None:
     """Go on with a text, shown as it is written; the last line, on stderr, says how fast.
@@ -38,6 +45,8 @@ def write(
     Example: vitrail write "Once upon a time"
 
     Example: vitrail write "Name three colours of glass." --model smollm2-135m --chat
+
+    Example: vitrail write "" --count 1000 --tokens 255 --temperature 1 --seed 0 --out stories.jsonl
 
     Parameters
     ----------
@@ -62,9 +71,17 @@ def write(
         Text at which to end, itself not shown. May be repeated.
     chat
         Ask as the model's chat template has it, and show the answer alone.
+    count
+        Write so many texts that begin so, many side by side and unshown, into the file `--out`.
+    out
+        Where they go: {"text": "…"} a line, as a recipe's text source reads it.
     device
         cpu, cuda, …; a GPU if there is one.
     """
+    if (count is None) != (out is None):
+        raise ConfigError("--count and --out go together", "give both to write a file of texts, or neither")
+    if count is not None and (count < 1 or stop or chat):
+        raise ConfigError("--count asks for one text or more, without --stop and --chat", "leave them out")
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if tokens is not None and tokens < 1:
@@ -83,6 +100,19 @@ def write(
     else:
         ids = words.encode(prompt, specials=True)
     room = max(1, min(USUAL, config.context - len(ids)))
+    if count is not None and out is not None:
+        pieces = many(
+            hub.load(model, device=device),
+            ids,
+            count,
+            max_new=room if tokens is None else tokens,
+            stops=words.stops,
+            sampling=sampling,
+            known=min(words.size, config.vocab),
+        )
+        _keep((prompt + words.decode(piece) for piece in pieces), count, out)
+        print(f"{count} texts in {out}, seed {seed}", file=sys.stderr)
+        return
     pieces = stream(
         hub.load(model, device=device),
         [ids],
@@ -103,6 +133,17 @@ def write(
         raise
     finally:
         print(_speed(times, sampling), file=sys.stderr)
+
+
+def _keep(texts: Iterator[str], count: int, out: Path) -> None:
+    """A text a line, in a file that is there when it is whole."""
+    partial = out.with_name(f"{out.name}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("w", encoding="utf-8") as file, bar("writing", count, unit="text") as progress:
+        for text in texts:
+            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            progress.update()
+    partial.replace(out)
 
 
 def _show(text: str) -> None:

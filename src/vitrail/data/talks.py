@@ -84,7 +84,7 @@ class SceneTalks:
         self.pieces = self.words.pieces
         self._words = {torch.device("cpu"): self.words}
         self.talk: Any = Replayed(self._talk)
-        self.wish: Any = Replayed(self._wish)
+        self._wishes: Any = Replayed(self._able)
 
     def _talk(self, index: Tensor) -> Talk:
         drawn, words = self.source.draw(index), self._on(index.device)
@@ -100,17 +100,22 @@ class SceneTalks:
         since = (place // wide).clamp(max=self.questions - (self.last is None)) * wide
         return Talk(drawn.pixels, rows, learnt, since.expand_as(rows))
 
-    def _wish(self, index: Tensor) -> Wish:
+    def wish(self, index: Tensor) -> Wish:
+        pixels, texts, able = self._wishes(index)
+        which = (torch.rand(able.shape, device=index.device) * able).argmax(1)  # one of those that can be had
+        rows = texts[torch.arange(len(index), device=index.device), which]
+        return Wish(pixels, pad(rows, (0, 1), value=len(self.pieces)))
+
+    def _able(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pixels, prompts of every kind (B, kinds, P), and which can be had (B, kinds)"""
         drawn, words, seed = self.source.draw(index), self._on(index.device), self.source.config.seed
         told = ask(words, drawn.scenes, seed, "caption_short", held_out=self.held_out)
         asked = [prompt(words, drawn.scenes, seed, kind, held_out=self.held_out) for kind in DRAWINGS]
         able = torch.stack([one.valid for one in asked] + [told.valid], 1)  # (B, kinds)
-        which = (torch.rand(able.shape, device=index.device) * able).argmax(1)  # one of those that can be had
         texts = [one.text for one in asked] + [told.answer]
         wide = max(text.shape[1] for text in texts)
-        table = torch.stack([pad(text, (0, wide - text.shape[1])) for text in texts], 1)  # (B, kinds, P)
-        rows = table[torch.arange(len(index), device=index.device), which]
-        return Wish(drawn.pixels, pad(rows, (0, 1), value=len(self.pieces)))
+        table = torch.stack([pad(text, (0, wide - text.shape[1])) for text in texts], 1)
+        return drawn.pixels, table, able
 
     def longest(self, tokens: TokenTable) -> tuple[int, int]:
         question, answer = longest(self.words, tokens, self.kinds)
@@ -131,11 +136,11 @@ class NamedTalks:
     def __init__(self, source: NamedSource):
         self.source, self.views = source, source.config.views
         self.pieces = source.pieces
-        self._asked = self.pieces.rows(NAMING)
+        self._asked = {torch.device("cpu"): self.pieces.rows(NAMING)}
 
     def talk(self, index: Tensor) -> Talk:
         which = torch.randint(len(NAMING), (len(index), 1), device=index.device)
-        question = self._asked.to(index.device)[which]
+        question = self._on(index.device)[which]
         valid = torch.ones(len(index), dtype=torch.bool, device=index.device)
         rows, learnt = turns(question, self.source.texts(index, vary=False), valid, len(self.pieces))
         return Talk(self.source.pixels(index), rows, learnt, torch.zeros_like(rows))
@@ -146,7 +151,13 @@ class NamedTalks:
 
     def longest(self, tokens: TokenTable) -> tuple[int, int]:
         name = self.source.longest(tokens)
-        return int(tokens.length[self._asked].max()) + name + 2, name + 1
+        asked = tokens.length[self._on(tokens.length.device)]
+        return int(asked.max()) + name + 2, name + 1
+
+    def _on(self, device: torch.device) -> Tensor:
+        if device not in self._asked:
+            self._asked[device] = self._asked[torch.device("cpu")].to(device)
+        return self._asked[device]
 
 
 def turns(question: Tensor, answer: Tensor, valid: Tensor, end: int) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ MakeStepper = Callable[[Decoder, int, int], Stepper]
 """model, rows, the most tokens a row will hold → a stepper"""
 
 
-def _fastest(model: Decoder, rows: int, capacity: int) -> Stepper:
+def fastest(model: Decoder, rows: int, capacity: int) -> Stepper:
     """On a GPU a captured step, where the model can be captured."""
     from vitrail.generate.captured import Captured, capturable  # which imports Eager from here
 
@@ -151,7 +151,7 @@ def stream(
     stop_ids = (() if tokenizer is None else tokenizer.stops) if stop_ids is None else stop_ids
     rows = [Row(p, n, stop_ids, stop_strings, tokenizer) for p, n in zip(plan.prompts, plan.limits, strict=True)]
     known = model.config.vocab if tokenizer is None else min(tokenizer.size, model.config.vocab)
-    return _run(model, plan, rows, sampling, known, guidance, stepper or _fastest)
+    return _run(model, plan, rows, sampling, known, guidance, stepper or fastest)
 
 
 @torch.no_grad()

@@ -202,7 +202,16 @@ class Unified(nn.Module):
         apart = any(piece.since is not None for piece in pieces)
         cut = apart or any(piece.real is not None for piece in pieces)
         segment = torch.cat(segments, 1) if cut else None
-        plan = Plan(causal=True, segments=segment, key_segments=segment, spans=span, key_spans=span, common=apart)
+        first = pieces[0]
+        plan = Plan(
+            causal=True,
+            segments=segment,
+            key_segments=segment,
+            spans=span,
+            key_spans=span,
+            common=apart,
+            lead=first.x.shape[1] if first.both and first.real is None and len(pieces) > 1 else 0,
+        )
         ends = tuple(accumulate(piece.x.shape[1] for piece in pieces))
         return Laid(x, where[..., 0] if flat else where, plan, ends)
 

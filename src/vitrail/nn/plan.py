@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels.settled import settled
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class Plan:
     spans: Tensor | None = None  # (B, Q), 0 outside every span
     key_spans: Tensor | None = None  # (B, K)
     common: bool = False  # keys of segment 0 are of every segment
+    lead: int = 0  # so many tokens come first in every row, see each other, and nothing behind them
     index: Tensor | None = None  # (B, Q): the slot of each query among the keys, where that is not its own place
     lengths: tuple[int, ...] | None = None  # of the segments, where they lie one behind the other
     key_lengths: tuple[int, ...] | None = None
@@ -100,6 +102,7 @@ class Plan:
             spans=spans,
             key_spans=spans if self.key_spans is self.spans else move(self.key_spans),
             common=self.common,
+            lead=self.lead,
             index=move(self.index),
             lengths=self.lengths,
             key_lengths=self.key_lengths,
@@ -149,7 +152,10 @@ class Plan:
         from torch.nn.attention.flex_attention import create_block_mask
 
         tensors = (self.index, self.segments, self.key_segments, self.spans, self.key_spans)
-        index, segments, key_segments, spans, key_spans = (None if x is None else x.to(device) for x in tensors)
+        # Made, not to be made: a compiler that writes the rule into its kernel trips over how some of them come to be.
+        index, segments, key_segments, spans, key_spans = (
+            None if x is None else settled(x.to(device)) for x in tensors
+        )
 
         def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return self.sees(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels.settled import settled
 
 AXES = ("t", "h", "w")
 T, H, W = range(3)
@@ -272,7 +273,8 @@ class Rotary(nn.Module):
         else:  # (B, L, 3) → (B, L, S)
             driven = positions[..., self.axis]
         angle = driven.float() * self.frequency  # (B, L, S)
-        return Rotation(angle.cos() * self.amplitude, angle.sin() * self.amplitude, self.config.pairing)
+        cos, sin = (settled(x * self.amplitude) for x in (angle.cos(), angle.sin()))
+        return Rotation(cos, sin, self.config.pairing)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -5,6 +5,7 @@ B samples, L tokens, N codes of a picture
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from vitrail.data.views import PLAIN, views
 from vitrail.errors import ConfigError
 from vitrail.models.unified import Unified
 from vitrail.nn import Work, cost
+from vitrail.nn.beside import Beside
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.told import TEXT, Teller, collate, said_loss
 from vitrail.train.task import Batch
@@ -92,6 +94,7 @@ class UnifiedTask:
             for name, told in self.talks.items()
         }
         self.side = model.codec.size[0]
+        self._beside = Beside()
         for name in self.talks:
             if name not in settings.draw:
                 self.teller.look_over(name, len(shown[name]))
@@ -162,14 +165,16 @@ class UnifiedTask:
     @torch.compiler.disable  # sources keep tables by device
     @torch.no_grad()
     def made(self, batch: Batch) -> Batch:
-        found = {}
-        for name, rows in batch.items():
-            if name not in self.talks:
-                found[name] = rows
-                continue
-            parts = self._wish(name, rows) if self._kind(name) == "draw" else self._talk(name, rows)
+        told = [name for name in batch if name in self.talks]
+        device = next(iter(batch.values())).device
+        found = {name: rows for name, rows in batch.items() if name not in self.talks}
+        made = self._beside(device, [partial(self._made, name, batch[name]) for name in told])
+        for name, parts in zip(told, made, strict=True):
             found |= {f"{name}:{part}": value for part, value in parts.items()}
         return found
+
+    def _made(self, name: str, index: Tensor) -> Batch:
+        return self._wish(name, index) if self._kind(name) == "draw" else self._talk(name, index)
 
     def _talk(self, name: str, index: Tensor) -> Batch:
         """pixels (B, C, S, S), ids (B, L), what each token should be followed by (B, L), where it is learnt, and where

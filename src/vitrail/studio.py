@@ -136,7 +136,8 @@ class Studio:
             seen = seen.expand(len(asked), -1, -1, -1)
         elif len(asked) == 1:
             asked = asked * len(seen)
-        texts = [one.text for one in answer(self.model, seen, asked, self.words, **more)]
+        said = answer(self.model, seen, asked, self.words, **more)
+        texts = [one.text.strip() for one in said]  # to SentencePiece a word begins with its space
         return texts[0] if alone else texts
 
     def caption(self, pictures: Any, **more: Any) -> Any:

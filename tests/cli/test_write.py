@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from cyclopts import App
 
@@ -5,6 +7,7 @@ from helpers import randomize
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.cli import write as module
+from vitrail.data.text import TextConfig, TextWindows
 from vitrail.encoders import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError, TextError
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
@@ -130,3 +133,28 @@ def test_help_has_an_example(run, capsys):
     run("--help")
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert 'vitrail write "Once upon a time"' in text and "stories15M" in text
+
+
+def test_many_texts_go_into_a_file_that_a_source_reads(run, folder, tmp_path, capsys):
+    out = tmp_path / "deep" / "texts.jsonl"
+    run("the red", "--count", 300, "--out", out, "--tokens", 9, "--temperature", 1, "--seed", 3)
+    assert "300 texts" in capsys.readouterr().err
+    lines = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert len(lines) == 300 and len(set(lines)) > 100 and all(line.startswith("the red") for line in lines)
+    first = out.read_bytes()
+    run("the red", "--count", 300, "-o", out, "--tokens", 9, "--temperature", 1, "--seed", 3)
+    assert out.read_bytes() == first and [path.name for path in out.parent.iterdir()] == ["texts.jsonl"]
+    words = hub.tokenizer(folder)
+    windows = TextWindows(TextConfig(files=(str(out),), length=8), words)
+    assert (windows.ids == words.eos).sum() == 270  # the tenth is for judging
+
+
+@pytest.mark.parametrize(
+    "more", [["--count", 3], ["--out", "a.jsonl"], ["--count", 0, "--out", "a.jsonl"],
+             ["--count", 2, "--out", "a.jsonl", "--chat"], ["--count", 2, "--out", "a.jsonl", "--stop", "."]],
+)  # fmt: skip
+def test_what_does_not_go_with_many_is_refused(run, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="--count"):
+        run("the red", *more)
+    assert not [*tmp_path.iterdir()]

@@ -99,7 +99,9 @@ def _texts(config: TextConfig) -> tuple[list[str], list[str]]:
 def _lines(path: Path) -> list[str]:
     """The texts of a file that has one a line."""
     found = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):  # JSON leaves other ends of lines inside a text
+        if not line.strip():
+            continue
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
@@ -113,6 +115,9 @@ def _lines(path: Path) -> list[str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        remedy = "make it first, as the head of its recipe says, or give another text file"
+        raise TextError(f"{path} is not there", remedy) from None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}", "give a text file in UTF-8") from None
     except UnicodeDecodeError as error:

@@ -2,7 +2,7 @@
 
 What draws and tells samples is whole-number arithmetic in thousands of short kernels. On a GPU the host takes longer to
 launch them than the device to run them; recorded once as a CUDA graph they cost one launch. That is for those who ask
-for it: inside `recording()`.
+for it, inside `recording()`, as the trainer does.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,7 +4,6 @@ B samples, C channels, S side, L tokens of a talk, K questions, T tokens of a qu
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,6 @@ from vitrail.errors import ConfigError
 from vitrail.models.looking import LookingVLM
 from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of, turn_of
 from vitrail.nn import Work, cost
-from vitrail.nn.replay import recording
 from vitrail.processing.fit import fit, squashes
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.told import IGNORED, TEXT, Teller, begins, collate, said_loss, speaking, step_flops
@@ -175,8 +173,7 @@ class VLMTask:
         asked    (B, K, T) the questions, −1 behind each, where queries are fused with them
         since    (B, L) the place where each token's turn begins, where that matters
         """
-        with recording() if self.model.training else nullcontext():  # even where nothing else is
-            parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
+        parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
         if BLANK + "answers" in batch:
             parts.append(self._blank(batch[BLANK + "answers"].device))
         if not parts:

@@ -133,8 +133,7 @@ class Trainer:
         self.task.model.train()
         stop = 0
         try:
-            graphs = recording(self.stage.compile == "graphs")
-            with graphs, sound_gradients(), self._signals(), self._workers(), self._ready() as batches:
+            with recording(), sound_gradients(), self._signals(), self._workers(), self._ready() as batches:
                 if self.step == 0 and self.stage.judge and self.stage.judge_first:
                     log.row(0, self.judge())
                 while self.step < self.stage.steps and not stop:

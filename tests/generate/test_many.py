@@ -1,0 +1,79 @@
+"""Many texts at once are drawn as the model weighs them, end where they should, and can be had again."""
+
+import pytest
+import torch
+
+from helpers import randomize
+from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.errors import ConfigError
+from vitrail.generate.many import many
+from vitrail.generate.sampling import Sampling
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
+
+V = 7
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    torch.manual_seed(0)
+    block = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=32), norm="rms")
+    config = DecoderConfig(vocab=V, layers=2, block=block, rotary=RotaryConfig(head_dim=8), context=32)
+    return randomize(Decoder(config), spread=0.5).eval()
+
+
+def written(model, count, **more):
+    asked = {"max_new": 5, "stops": (), "sampling": Sampling(seed=1)} | more
+    return list(many(model, [1, 2], count, **asked))
+
+
+def test_the_chances_are_the_model_s(model):
+    """Of two tokens: all 49 pairs as often as their probabilities say."""
+    count = 6000
+    found = torch.tensor(written(model, count, max_new=2, rows=1500))
+    with torch.no_grad():
+        first = model(torch.tensor([[1, 2]]))[0, -1].softmax(-1)
+        second = torch.stack([model(torch.tensor([[1, 2, i]]))[0, -1].softmax(-1) for i in range(V)])
+    wanted = (first[:, None] * second).flatten() * count
+    counted = torch.bincount(found[:, 0] * V + found[:, 1], minlength=V * V)
+    chi = ((counted - wanted).square() / wanted.clamp(min=1)).sum()
+    assert chi < 100  # 48 degrees of freedom: above in one of 70,000 cases
+
+
+def test_greedy_is_what_one_row_alone_would_say(model):
+    row, wanted = [1, 2], []
+    for _ in range(5):
+        with torch.no_grad():
+            wanted.append(int(model(torch.tensor([row + wanted]))[0, -1].argmax()))
+    assert written(model, 5, sampling=Sampling(temperature=0.0), rows=2) == [wanted] * 5
+
+
+def test_a_text_ends_before_its_end(model):
+    whole, cut = written(model, 200, max_new=24), written(model, 200, max_new=24, stops=(3, 5))
+    assert any(len(ids) < 24 for ids in cut) and any(3 in ids or 5 in ids for ids in whole)
+    for ids, full in zip(cut, whole, strict=True):
+        assert ids == full[: len(ids)] and (len(ids) == 24 or full[len(ids)] in (3, 5))
+
+
+def test_all_that_end_early_end_the_batch(model):
+    calls = []
+    made = model.forward
+    model.forward = lambda *a, **k: calls.append(1) or made(*a, **k)
+    try:
+        assert written(model, 3, max_new=30, stops=range(V)) == [[]] * 3
+    finally:
+        del model.forward
+    assert len(calls) < 20
+
+
+def test_a_seed_writes_the_same_again_and_a_count_is_a_beginning(model):
+    assert written(model, 50, rows=16) == written(model, 50, rows=16)
+    assert written(model, 50, rows=16)[:48] == written(model, 48, rows=16)
+    assert written(model, 50, rows=16) != written(model, 50, rows=16, sampling=Sampling(seed=2))
+    assert len({tuple(ids) for ids in written(model, 64, rows=16)}) > 48  # no batch says what another did
+    assert all(max(ids, default=0) < 4 for ids in written(model, 50, known=4))
+
+
+@pytest.mark.parametrize("more", [{"max_new": 0}, {"max_new": 31}, {"sampling": Sampling(repetition=1.2)}])
+def test_what_cannot_be_written_is_refused(model, more):
+    with pytest.raises(ConfigError):
+        written(model, 1, **more)

@@ -371,14 +371,18 @@ def test_what_is_made_ahead_is_what_a_pass_would_make(atlas, words):
         assert torch.equal(task(made)["answers"], wanted) and task.useful(made) == useful
 
 
-def test_a_talk_is_recorded_in_training_alone(atlas, words, monkeypatch):
-    task, seen = task_of("mini-vlm-llava", atlas, words), []
-    told = task.teller.tell
-    monkeypatch.setattr(task.teller, "tell", lambda *asked: (seen.append(replay._ASKED.get()), told(*asked))[1])
-    for training in (True, False):
-        task.model.train(training)
-        task({"scenes": torch.arange(4)})
-    assert seen == [True, False] and not replay._ASKED.get()
+def test_what_training_makes_is_recorded(atlas, monkeypatch, tmp_path):
+    monkeypatch.setattr("vitrail.recipe.open_atlas", lambda name: atlas)
+    seen = []
+
+    class Watched(VLMTask):
+        def made(self, batch):
+            seen.append(replay._ASKED.get())
+            return super().made(batch)
+
+    monkeypatch.setitem(recipe.TASKS, "vlm", recipe.TASKS["vlm"]._replace(make=Watched))
+    recipe.train(small("mini-vlm-llava"), tmp_path, device="cpu", quiet=True)
+    assert seen and all(seen) and not replay._ASKED.get()
 
 
 def test_the_log_shows_useful_tokens_the_tower_s_work_and_the_wait(atlas, monkeypatch, tmp_path):

@@ -112,6 +112,19 @@ def test_who_sees_whom(order):
     assert model.lay(*drawing).plan.lead == 0 == model.lay(model.words(ids), *reading).plan.lead
 
 
+def test_what_is_not_asked_for_changes_nothing():
+    model = made()
+    ids, _ = some(model)
+    laid = model.lay(model.shown(model.look(torch.rand(2, 3, 12, 12) * 2 - 1)[0]), model.words(ids))
+    found = []
+    for states in (model.hidden(laid)[:, laid.ends[0] :], model.hidden(laid, laid.ends[0])):
+        weights = [*model.decoder.blocks.parameters(), model.marks.weight]
+        found.append([states, *torch.autograd.grad(states.square().sum(), weights, retain_graph=True)])
+    assert found[0][0].shape[1] == 4
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_places_by_rows_and_columns():
     model = made(side=8)
     ids, codes = some(model, B=1, n=2)

@@ -131,10 +131,10 @@ class Decoder(nn.Module):
         plan: Plan,
         cache: KVCache | None = None,
         pictures: Pictures | None = None,
-        asked: Tensor | None = None,
+        asked: Tensor | int | None = None,
     ) -> Tensor:
-        """Embeddings (B, L, W) through the blocks and the last norm. Where one token a row is `asked` for, (B,), the
-        last MLP runs for these alone: (B, 1, W)."""
+        """Embeddings (B, L, W) through the blocks and the last norm. Where one token a row is `asked` for, (B,), or all
+        from a place on, the last MLP runs for these alone, and they alone come out: (B, 1, W), or (B, L − asked, W)."""
         if self.fusion is None and pictures is not None:
             raise ConfigError("pictures were given to a decoder that has no place for them", "give it a `fusion`")
         rotation = self.rotary(positions)
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
 
     @property
     def trims(self) -> bool:
-        """Whether one token can go on alone from the last attention: no fusion has to do with the others there."""
+        """Whether some tokens can go on alone from the last attention: no fusion has to do with the others there."""
         fusion = self.config.fusion
         stacked = isinstance(fusion, DeepStackConfig) and self.config.layers - 1 not in fusion.at
         return self.config.block.chain == ("self", "mlp") and (stacked or isinstance(fusion, PrefixConfig))

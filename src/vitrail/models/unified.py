@@ -215,9 +215,11 @@ class Unified(nn.Module):
         ends = tuple(accumulate(piece.x.shape[1] for piece in pieces))
         return Laid(x, where[..., 0] if flat else where, plan, ends)
 
-    def hidden(self, laid: Laid) -> Tensor:
-        """(B, L, W): what the heads read"""
-        return self.decoder.through(laid.x, laid.positions, laid.plan)
+    def hidden(self, laid: Laid, since: int = 0) -> Tensor:
+        """(B, L − since, W): what the heads read, of the tokens from a place on"""
+        if self.decoder.trims:
+            return self.decoder.through(laid.x, laid.positions, laid.plan, asked=since)
+        return self.decoder.through(laid.x, laid.positions, laid.plan)[:, since:]
 
     # ---- losses -------------------------------------------------------------------------------------------------
 

@@ -99,12 +99,12 @@ class Block(nn.Module):
         context_plan: Plan | None = None,
         cache: LayerCache | None = None,
         route: Route = shared,
-        asked: Tensor | None = None,
+        asked: Tensor | int | None = None,
     ) -> Tensor:
         """x (B, L, W), context (B, C, W′) → (B, L, W). `plan` is among the tokens, `context_plan` between them and the
         context (for `joint`, between them and context + tokens); without one, everything sees everything. `route`
-        takes the tokens through the weights of `self` and `mlp`. With `asked` (B,), one token a row, the MLP runs for
-        these alone, and (B, 1, W) comes out."""
+        takes the tokens through the weights of `self` and `mlp`. With `asked`, one token a row (B,) or all from a place
+        on, the MLP runs for these alone, and they alone come out."""
         for kind, branch in self.branches.items():
             match kind:
                 case "self":
@@ -112,7 +112,9 @@ class Block(nn.Module):
                 case "cross" | "joint":
                     x = branch(x, plan=context_plan or Plan(), context=context)
                 case _:
-                    if asked is not None:
+                    if isinstance(asked, int):
+                        x = x[:, asked:]
+                    elif asked is not None:
                         x = x.take_along_dim(asked[:, None, None], dim=1)
                     x = branch(x, route=route)
         return x

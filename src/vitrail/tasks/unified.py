@@ -137,7 +137,8 @@ class UnifiedTask:
             torch.cat([batch[f"{name}:{part}"] for name in names]) for part in ("pixels", "ids", "since")
         )
         seen, _ = self.model.look(pixels)
-        hidden = self.model(self.model.shown(seen), self.model.words(ids, since=since))[:, -ids.shape[1] :]
+        laid = self.model.lay(self.model.shown(seen), self.model.words(ids, since=since))
+        hidden = self.model.hidden(laid, laid.ends[0])
         targets = [batch[f"{name}:targets"] for name in names]
         parts = zip(hidden.split([len(part) for part in targets]), targets, strict=True)
         return torch.stack([self._said(part, wanted, "mean") * len(part) for part, wanted in parts]).sum()

@@ -7,7 +7,9 @@
     flex    block-sparse attention for short rows too
 
 Changes of the recipe are given as to `vitrail train`. Every way is built, compiled and warmed up anew, with the same
-samples. `fraction` is the share of a large product's rate on the same device that the trainer's log calls `mfu`.
+samples. `ms` is the mean of TIMED steps, with the device waited for before the first and behind the last; `median` and
+`least` are of single steps by the host's clock, which runs ahead of the device. `fraction` is the share of a large
+product's rate on the same device that the trainer's log calls `mfu`.
 Kernels are those of PROFILED steps behind those that are timed: products, attention, and all others, among them what a
 compiler made of many small operations; and the LARGEST of them by name, each with its ms of a step.
 """
@@ -38,6 +40,10 @@ CUDA = torch.cuda.is_available()
 attend: Any = importlib.import_module("vitrail.nn.attend")  # the module, whose function has its name
 WARM, TIMED, PROFILED = (30, 30, 3) if CUDA else (1, 2, 1)
 LARGEST = 24
+MEASURED = (
+    *("vitrail.train.trainer", "vitrail.train.ahead", "vitrail.nn.attend", "vitrail.nn.beside", "vitrail.nn.replay"),
+    *("vitrail.nn.rotary", "vitrail.nn.kernels.settled", "vitrail.data.talks", "vitrail.data.views"),
+)
 FUSED = ("triton_poi", "triton_red", "triton_per")  # named after what they stand beside, too
 GROUPS = {  # of kernels, by what their names hold
     "attention": ("flash", "fmha", "attention", "cudnn_generated"),
@@ -177,7 +183,7 @@ def main() -> None:
     for name in asked.ways:
         found[name] = measure(chosen, name)
         print(name, json.dumps(found[name]), flush=True)
-        record(asked.out, found, "vitrail.train.trainer", "vitrail.nn.attend", "vitrail.train.ahead")
+        record(asked.out, found, *MEASURED)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from vitrail.generate.ahead import draw_ahead
 from vitrail.generate.answers import Reading
 from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
+from vitrail.generate.text import Written
 from vitrail.processing.text import Tokenizer
 from vitrail.studio import APART, DESCRIBE, Studio
 
@@ -53,6 +54,12 @@ def test_tokens_there_and_back(studio, folder):
     with torch.no_grad():
         hidden = studio.model(studio.model.shown(studio._look(folder / "b.png")[0]))[0, 1:].mean(0)
     torch.testing.assert_close(found[1], hidden / hidden.norm())
+
+
+def test_an_answer_begins_with_its_word(studio, folder, monkeypatch):
+    said = Written([1], " Yes, it is", "stop")
+    monkeypatch.setattr("vitrail.studio.answer", lambda *given, **more: [said])
+    assert studio.ask(folder / "a.png", TEXTS[0]) == "Yes, it is"
 
 
 def test_one_or_many(studio, folder):

@@ -137,7 +137,7 @@ class Studio:
         elif len(asked) == 1:
             asked = asked * len(seen)
         said = answer(self.model, seen, asked, self.words, **more)
-        texts = [one.text.strip() for one in said]  # to SentencePiece a word begins with its space
+        texts = [one.text.lstrip() for one in said]  # to SentencePiece a word begins with its space
         return texts[0] if alone else texts
 
     def caption(self, pictures: Any, **more: Any) -> Any:

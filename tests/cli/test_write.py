@@ -4,12 +4,14 @@ import pytest
 from cyclopts import App
 
 from helpers import randomize
+from hub.test_llama2c import SIZES, made_of, write_model, write_vocabulary
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.cli import write as module
 from vitrail.data.text import TextConfig, TextWindows
 from vitrail.encoders import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError, TextError
+from vitrail.generate.many import Continued
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
 from vitrail.processing.text import Tokenizer
 
@@ -138,7 +140,8 @@ def test_help_has_an_example(run, capsys):
 def test_many_texts_go_into_a_file_that_a_source_reads(run, folder, tmp_path, capsys):
     out = tmp_path / "deep" / "texts.jsonl"
     run("the red", "--count", 300, "--out", out, "--tokens", 9, "--temperature", 1, "--seed", 3)
-    assert "300 texts" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "300 texts" in said and " of them cut at 9 tokens, seed 3" in said and "\n300 of" not in said
     lines = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     assert len(lines) == 300 and len(set(lines)) > 100 and all(line.startswith("the red") for line in lines)
     first = out.read_bytes()
@@ -151,10 +154,37 @@ def test_many_texts_go_into_a_file_that_a_source_reads(run, folder, tmp_path, ca
 
 @pytest.mark.parametrize(
     "more", [["--count", 3], ["--out", "a.jsonl"], ["--count", 0, "--out", "a.jsonl"],
-             ["--count", 2, "--out", "a.jsonl", "--chat"], ["--count", 2, "--out", "a.jsonl", "--stop", "."]],
+             ["--count", 2, "--out", "a.jsonl", "--chat"], ["--count", 2, "--out", "a.jsonl", "--stop", "."],
+             ["--count", 2, "--out", "a.jsonl", "--tokens", 300],
+             ["--count", 2, "--out", "a.jsonl", "--temperature", 0]],
 )  # fmt: skip
 def test_what_does_not_go_with_many_is_refused(run, more, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="--count"):
+    with pytest.raises(ConfigError):
         run("the red", *more)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_word_goes_on_with_its_space(tmp_path, monkeypatch):
+    """To SentencePiece a text begins with a space that is not there, and only the first."""
+    write_model(tmp_path / "model.bin", SIZES | {"vocab": 265})
+    write_vocabulary(tmp_path / "tokenizer.bin", *made_of([(0, 1)]))
+    monkeypatch.setattr(
+        module, "many", lambda *given, **more: iter([Continued([259], True), Continued([1, 260], False)])
+    )
+    app, out = App(result_action="return_value"), tmp_path / "texts.jsonl"
+    app.command("vitrail.cli.write:write", name="write")
+    given = ["--model", str(tmp_path / "model.bin"), "--count", "2", "--tokens", "6", "-o", str(out), "--device", "cpu"]
+    app(["write", "ab ab", *given], exit_on_error=False)
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == ["ab ab a", "ab ab "]
+
+
+def test_a_file_that_could_not_be_finished_is_not_left(run, tmp_path, monkeypatch):
+    def broken(*_given, **_more):
+        yield Continued([1], True)
+        raise TextError("no more")
+
+    monkeypatch.setattr(module, "many", broken)
+    with pytest.raises(TextError, match="no more"):
+        run("the red", "--count", 3, "--out", tmp_path / "a.jsonl")
     assert not [*tmp_path.iterdir()]

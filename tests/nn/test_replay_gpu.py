@@ -1,6 +1,7 @@
 """What is recorded as a CUDA graph gives what is launched kernel by kernel."""
 
 import json
+from contextvars import Context
 from functools import partial
 from typing import NamedTuple
 
@@ -67,9 +68,8 @@ def test_equal_to_launching_each(count):
 
 def test_only_those_who_ask_are_recorded():
     replayed = Replayed(make)
-    with recording(False):
-        replayed(torch.arange(10, device="cuda"))
-        assert not replayed._recorded
+    Context().run(replayed, torch.arange(10, device="cuda"))  # in which nobody has asked
+    assert not replayed._recorded
     replayed(torch.arange(10, device="cuda"))
     assert len(replayed._recorded) == 1
 

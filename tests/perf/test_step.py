@@ -36,7 +36,9 @@ def test_kernels_are_told_apart_and_counted_once(script, monkeypatch):
         event("triton_poi_fused__scaled_dot_product_flash_attention_mm_0", 2000.0),
         event("Optimizer.step", 9000.0, said=True),
     ]
-    assert script.grouped(events) == {"attention": 6.0, "products": 3.0, "others": 1.0}
+    spent = script.on_device(events)
+    assert [ms for _, ms in spent] == [4.0, 3.0, 2.0, 1.0] and spent[1][0] == "nvjet_tst_128x256"
+    assert script.grouped(spent) == {"attention": 6.0, "products": 3.0, "others": 1.0}
 
 
 def test_ways_are_other_kernels_for_a_while(script):
@@ -74,5 +76,5 @@ def test_the_whole_script(script, monkeypatch, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["figures"]
     assert set(found) == {"torch", "cudnn", "flex"} and len({way["loss"] for way in found.values()}) == 1
     for way in found.values():
-        assert 0 < way["least"] <= way["ms"] and way["fraction"] > 0
+        assert 0 < way["least"] <= way["median"] and 0 < way["least"] <= way["ms"] and way["fraction"] > 0
         assert set(way["kernels"]) == {"attention", "products", "others"}

@@ -72,7 +72,8 @@ def write(
     chat
         Ask as the model's chat template has it, and show the answer alone.
     count
-        Write so many texts that begin so, many side by side and unshown, into the file `--out`.
+        Write so many texts that begin so, many side by side and unshown, into the file `--out`, without `--stop` and
+        `--chat`. More begin with those of fewer, by the same seed.
     out
         Where they go: {"text": "…"} a line, as a recipe's text source reads it.
     device
@@ -81,7 +82,10 @@ def write(
     if (count is None) != (out is None):
         raise ConfigError("--count and --out go together", "give both to write a file of texts, or neither")
     if count is not None and (count < 1 or stop or chat):
-        raise ConfigError("--count asks for one text or more, without --stop and --chat", "leave them out")
+        raise ConfigError(
+            f"--count {count} with {'--stop' if stop else '--chat' if chat else 'no text'}",
+            "ask for one text or more, and leave out --stop and --chat",
+        )
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     if tokens is not None and tokens < 1:
@@ -101,17 +105,18 @@ def write(
         ids = words.encode(prompt, specials=True)
     room = max(1, min(USUAL, config.context - len(ids)))
     if count is not None and out is not None:
-        pieces = many(
+        limit = room if tokens is None else tokens
+        texts = many(
             hub.load(model, device=device),
             ids,
             count,
-            max_new=room if tokens is None else tokens,
+            max_new=limit,
             stops=words.stops,
             sampling=sampling,
             known=min(words.size, config.vocab),
         )
-        _keep((prompt + words.decode(piece) for piece in pieces), count, out)
-        print(f"{count} texts in {out}, seed {seed}", file=sys.stderr)
+        cut = _keep(((words.decode([*ids, *one.ids], skip_specials=True), one.ended) for one in texts), count, out)
+        print(f"{count} texts in {out}, {cut} of them cut at {limit} tokens, seed {seed}", file=sys.stderr)
         return
     pieces = stream(
         hub.load(model, device=device),
@@ -135,15 +140,20 @@ def write(
         print(_speed(times, sampling), file=sys.stderr)
 
 
-def _keep(texts: Iterator[str], count: int, out: Path) -> None:
-    """A text a line, in a file that is there when it is whole."""
-    partial = out.with_name(f"{out.name}.partial")
+def _keep(texts: Iterator[tuple[str, bool]], count: int, out: Path) -> int:
+    """A text a line, in a file that is there when it is whole → how many did not come to their end"""
+    partial, cut = out.with_name(f"{out.name}.partial"), 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("w", encoding="utf-8") as file, bar("writing", count, unit="text") as progress:
-        for text in texts:
-            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            progress.update()
-    partial.replace(out)
+    try:
+        with partial.open("w", encoding="utf-8") as file, bar("writing", count, unit="text") as progress:
+            for text, ended in texts:
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                cut += not ended
+                progress.update()
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return cut
 
 
 def _show(text: str) -> None:

@@ -170,18 +170,20 @@ def _grounds(x: Tensor, config: ViewsConfig) -> Tensor:
 # Luma and two axes of hue: turning the two leaves brightness as it is.
 _YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 
+_RGB = torch.linalg.inv(_YIQ)
+
 
 @cache  # a host that sends something to a GPU waits until all before it is done there
-def _axes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(3, 3) to luma and hue, and back"""
-    return _YIQ.to(device, dtype), torch.linalg.inv(_YIQ).to(device, dtype)
+def _kept(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _YIQ.to(device, dtype), _RGB.to(device, dtype)
 
 
 def colour_map(saturation: Tensor, turn: Tensor) -> Tensor:
     """(B,) each → (B, 3, 3): what colours, as they lie about grey, are multiplied by, so that their hue is turned"""
     cos, sin, zero = saturation * turn.cos(), saturation * turn.sin(), torch.zeros_like(turn)
     turned = torch.stack([torch.ones_like(zero), zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
-    there, back = _axes(turn.device, turn.dtype)
+    # A compiler looks through a cache.
+    there, back = (_YIQ.to(turn), _RGB.to(turn)) if torch.compiler.is_compiling() else _kept(turn.device, turn.dtype)
     return back @ turned @ there
 
 

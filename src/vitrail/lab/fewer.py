@@ -69,7 +69,7 @@ def lay_fewer(model: Unified, kept: Kept, words: Piece) -> Laid:
         return None if row is None else fewer(row, row[:, 1 : 1 + n])
 
     spans, segments = plain(whole.plan.spans), plain(whole.plan.segments)
-    plan = replace(whole.plan, spans=spans, key_spans=spans, segments=segments, key_segments=segments)
+    plan = replace(whole.plan, spans=spans, key_spans=spans, segments=segments, key_segments=segments, lead=1 + n)
     positions = fewer(whole.positions.float(), where.view(B, n, *stood.shape[2:]))
     return Laid(fewer(whole.x, tokens), positions, plan, (1 + n, 1 + n + words.x.shape[1]))
 

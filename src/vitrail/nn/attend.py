@@ -100,7 +100,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, enable_gqa=grouped).transpose(1, 2)
     sizes = q.shape[2], k.shape[2]
     seen, blind = plan.mask(*sizes, q.device), plan.blind(*sizes, q.device)
-    if (n := plan.lead) and sizes[0] == sizes[1]:  # they need no mask, and the kernels without one are the faster
+    if (n := plan.lead) and sizes[0] == sizes[1] and blind is None:  # kernels without a mask are the faster
         first = F.scaled_dot_product_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], enable_gqa=grouped)
         rest = F.scaled_dot_product_attention(q[:, :, n:], k, v, attn_mask=seen[:, :, n:], enable_gqa=grouped)
         return torch.cat([first.transpose(1, 2), rest.transpose(1, 2)], 1)

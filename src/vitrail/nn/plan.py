@@ -34,7 +34,7 @@ class Plan:
     spans: Tensor | None = None  # (B, Q), 0 outside every span
     key_spans: Tensor | None = None  # (B, K)
     common: bool = False  # keys of segment 0 are of every segment
-    lead: int = 0  # so many tokens come first in every row, see each other, and nothing behind them
+    lead: int = 0  # so many tokens come first in every row, see each other, and nothing else; said, not found out
     index: Tensor | None = None  # (B, Q): the slot of each query among the keys, where that is not its own place
     lengths: tuple[int, ...] | None = None  # of the segments, where they lie one behind the other
     key_lengths: tuple[int, ...] | None = None

@@ -26,9 +26,9 @@ _ASKED: ContextVar[bool] = ContextVar("recording", default=False)
 
 
 @contextmanager
-def recording(asked: bool = True) -> Iterator[None]:
+def recording() -> Iterator[None]:
     """What is `Replayed` is recorded here, on a GPU."""
-    token = _ASKED.set(asked)
+    token = _ASKED.set(True)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ B samples, C channels, S side, L tokens of a talk, K questions, T tokens of a qu
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.looking import LookingVLM
 from vitrail.models.rows import Frame, Rows, SeeingModel, mark_of, turn_of
 from vitrail.nn import Work, cost
+from vitrail.nn.beside import Beside
 from vitrail.processing.fit import fit, squashes
 from vitrail.processing.text import Tokenizer
 from vitrail.tasks.told import IGNORED, TEXT, Teller, begins, collate, said_loss, speaking, step_flops
@@ -98,6 +100,7 @@ class VLMTask:
         kinds = (["answers"] if shown else []) + (["text"] if len(shown) < len(sources) else [])
         self.weights = {kind: settings.weights.get(kind, 1.0) for kind in kinds}
         self.teller = Teller(self.talks, words, words.eos, settings.length)
+        self._beside = Beside()
         self._learnt = float(settings.length)  # tokens of a talk, when `useful` was last asked
         self.longest = max([0, *map(self._question, self.talks)])  # tokens of a question
         for name in self.talks:
@@ -173,7 +176,8 @@ class VLMTask:
         asked    (B, K, T) the questions, −1 behind each, where queries are fused with them
         since    (B, L) the place where each token's turn begins, where that matters
         """
-        parts = [self._talk(name, index) for name, index in batch.items() if name in self.talks]
+        told = [partial(self._talk, name, index) for name, index in batch.items() if name in self.talks]
+        parts = self._beside(next(iter(batch.values())).device, told)
         if BLANK + "answers" in batch:
             parts.append(self._blank(batch[BLANK + "answers"].device))
         if not parts:
@@ -225,8 +229,9 @@ class VLMTask:
             pixels = fit(pixels, self.rows.policy)
         varied = self.talks[name].views if self.model.training else PLAIN
         x = (views(pixels, varied.with_(side=self.rows.side)) + 1) / 2
-        mean, std = (x.new_tensor(values).view(-1, 1, 1) for values in (config.mean, config.std))
-        return ((x - mean) / std).to(self.model.decoder.embed.weight.dtype)
+        # Number by number: a host that sends a table of them to a GPU waits for what it does.
+        told = [(x[:, c] - mean) / std for c, (mean, std) in enumerate(zip(config.mean, config.std, strict=True))]
+        return torch.stack(told, 1).to(self.model.decoder.embed.weight.dtype)
 
     # ---- costs --------------------------------------------------------------------------------------------------
 

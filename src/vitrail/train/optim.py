@@ -276,7 +276,11 @@ def _wide_gradients(slots: list[_Slot]) -> list[Tensor]:
 
 def _adamw(slots: list[_Slot], grads: list[Tensor], group: Group, lr: float, config: OptimConfig) -> None:
     device = slots[0].master.device
-    steps = torch.tensor([slot.steps for slot in slots], dtype=torch.float32, device=device)
+    counts = [slot.steps for slot in slots]
+    if len({*counts}) == 1:  # filled there: a host that sends numbers to a GPU waits for what it does
+        steps = torch.full((len(counts),), counts[0], dtype=torch.float32, device=device)
+    else:
+        steps = torch.tensor(counts, dtype=torch.float32, device=device)
     torch._fused_adamw_(
         [slot.master for slot in slots],
         grads,

@@ -11,6 +11,7 @@ import torch
 
 from vitrail import hub, recipe
 from vitrail.cli import train as cli
+from vitrail.cli.write import write
 from vitrail.config import lay
 from vitrail.data.text import TextConfig
 from vitrail.errors import ConfigError, TrainError
@@ -245,6 +246,7 @@ def test_every_recipe_runs_one_step_on_its_own_data_behind_those_it_starts_from(
     if shutil.which("npm") is None:
         pytest.skip("packages come with npm")
     monkeypatch.chdir(tmp_path)
+    write("", count=40, tokens=100, temperature=1.0, seed=0, out=Path("out/stories.jsonl"))  # as um3-scenes says
     left = {name: recipe.read(name) for name in (*recipe.names(), *recipe.untested())}
     made = {"genie-coinrun", "genie-pocket", "chat-llava"}
     left = {name: chosen for name, chosen in left.items() if chosen.name not in made}

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from vitrail import hub
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.data.sources.progress import bar
+from vitrail.data.text import LINES
 from vitrail.devices import usable
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import Sampling, stream
@@ -75,12 +76,14 @@ def write(
         Write so many texts that begin so, many side by side and unshown, into the file `--out`, without `--stop` and
         `--chat`. More begin with those of fewer, by the same seed.
     out
-        Where they go: {"text": "…"} a line, as a recipe's text source reads it.
+        Where they go, a .jsonl file: {"text": "…"} a line, as a recipe's text source reads it.
     device
         cpu, cuda, …; a GPU if there is one.
     """
     if (count is None) != (out is None):
         raise ConfigError("--count and --out go together", "give both to write a file of texts, or neither")
+    if out is not None and out.suffix != LINES:
+        raise ConfigError(f"{out} would be read as one long text", f"call it {out.with_suffix(LINES).name}")
     if count is not None and (count < 1 or stop or chat):
         raise ConfigError(
             f"--count {count} with {'--stop' if stop else '--chat' if chat else 'no text'}",

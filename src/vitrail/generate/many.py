@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.errors import ConfigError
@@ -45,39 +46,38 @@ def many(
         raise ConfigError(
             "many texts are drawn by chance, each by itself", "leave out a penalty on repetition, and temperature 0"
         )
-    return _many(model, prompt, count, max_new, stops, sampling, known, rows)
+    dice = (_chance(sampling.seed, start, max_new, rows)[:, : count - start] for start in range(0, count, rows))
+    return (one for chance in dice for one in _written(model, prompt, chance, stops, sampling, known))
+
+
+def _chance(seed: int | None, start: int, tokens: int, rows: int) -> Tensor:
+    """(T, rows) in [0, 1)"""
+    dice = np.random.default_rng(None if seed is None else [seed, start])
+    return torch.from_numpy(dice.random((tokens, rows)))
 
 
 @torch.no_grad()
-def _many(
+def _written(
     model: Decoder,
     prompt: Sequence[int],
-    count: int,
-    max_new: int,
+    chance: Tensor,
     stops: Collection[int],
     sampling: Sampling,
     known: int | None,
-    rows: int,
-) -> Iterator[Continued]:
-    device = model.embed.weight.device
-    ends = torch.tensor(sorted(stops), device=device)
-    for start in range(0, count, rows):
-        B = min(rows, count - start)
-        dice = np.random.default_rng(None if sampling.seed is None else [sampling.seed, start])
-        chance = torch.from_numpy(dice.random((max_new, rows))[:, :B]).to(device)
-        stepper = fastest(model, B, len(prompt) + max_new)
-        logits = stepper.prefill(torch.tensor([list(prompt)] * B), torch.full((B,), len(prompt)))
-        found = torch.empty(B, max_new, dtype=torch.long, device=device)
-        written = 0
-        while written < max_new:
-            token = choose(logits[:, :known], sampling, chance[written])  # (B,)
-            found[:, written] = token
-            written += 1
-            if written == max_new:
-                break
-            if written % GLANCE == 0 and bool(torch.isin(found[:, :written], ends).any(1).all()):
-                break
-            logits = stepper.step(token)
-        over = torch.isin(found[:, :written], ends).cumsum(1) > 0
-        for ids, kept in zip(found[:, :written].tolist(), (~over).sum(1).tolist(), strict=True):
-            yield Continued(ids[:kept], kept < written)
+) -> list[Continued]:
+    """As many tokens of as many rows as there is chance (T, B) for, or until all have ended."""
+    (T, B), device = chance.shape, model.embed.weight.device
+    chance, ends = chance.to(device), torch.tensor(sorted(stops), device=device)
+    stepper = fastest(model, B, len(prompt) + T)
+    logits = stepper.prefill(torch.tensor([list(prompt)] * B), torch.full((B,), len(prompt)))
+    tokens: list[Tensor] = []
+    while True:
+        tokens.append(choose(logits[:, :known], sampling, chance[len(tokens)]))  # (B,)
+        looks = len(tokens) % GLANCE == 0
+        if len(tokens) == T or (looks and bool(torch.isin(torch.stack(tokens, 1), ends).any(1).all())):
+            break
+        logits = stepper.step(tokens[-1])
+    found = torch.stack(tokens, 1)  # (B, tokens)
+    before = torch.isin(found, ends).cumsum(1) == 0
+    rows = zip(found.tolist(), before.sum(1).tolist(), strict=True)
+    return [Continued(ids[:kept], kept < len(ids)) for ids, kept in rows]

@@ -4,17 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from vitrail.nn.replay import URGENT
 
-T = TypeVar("T")
+T = TypeVar("T", bound=dict[str, Tensor])
 
 
 class Beside:
-    """Functions one beside the other. On a GPU each has a stream of its own: kernels of a few microseconds, each
+    """Functions whose tensors come by name. On a GPU each has a stream of its own: kernels of a few microseconds, each
     waiting for the one before, leave most of a device to others, and all chains take little longer than the longest.
-    Nothing else runs there, and a chain begins when its caller's stream has come to the call: what that stream has let
-    go is not written over before it was read. Whoever reads in another must `record_stream`, as `train.ahead` does.
 
     Random numbers are those that a seed decides as long as none is drawn inside a recording: all graphs read the same
     place of their generator, wherever the last of them that began set it."""
@@ -32,6 +31,8 @@ class Beside:
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 found.append(make())
-        for stream in streams[: len(makes)]:
+        for made, stream in zip(found, streams, strict=False):
             here.wait_stream(stream)
+            for value in made.values():
+                value.record_stream(here)  # it was allocated in the other
         return found

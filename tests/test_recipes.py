@@ -54,6 +54,15 @@ def test_um3_mixes_as_it_is_told_and_calms_down():
     assert "text-test" in mix.judge and mix.judge_first
 
 
+def test_sources_of_one_atlas_share_it(monkeypatch):
+    opened = []
+    monkeypatch.setattr(recipe, "open_atlas", lambda name: opened.append(name) or object())
+    monkeypatch.setattr(recipe, "NamedSource", lambda config, name: None)
+    shown = recipe._pictures(recipe.read("mini"))
+    assert sorted(opened) == ["emoji", "flat", "older"]
+    assert shown["read"].atlas is shown["words"].atlas is not shown["older"].atlas
+
+
 def test_what_is_not_trained_yet_is_named_with_the_command_that_trains_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = recipe.tiny(recipe.read("untested/mini-vlm-qformer"))

@@ -6,6 +6,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -361,9 +362,10 @@ def _place(recipe: Recipe, stage: str) -> int:
 def _pictures(recipe: Recipe) -> Sources:
     """The sources that show something."""
     shown: Sources = {}
+    atlas = cache(open_atlas)  # sources of one atlas share what is made of it
     for name, config in recipe.sources.items():
         if isinstance(config, ScenesConfig):
-            shown[name] = SceneSource(config, open_atlas(config.atlas), name)
+            shown[name] = SceneSource(config, atlas(config.atlas), name)
         elif isinstance(config, NamedConfig):
             shown[name] = NamedSource(config, name)
         elif isinstance(config, EpisodesConfig):

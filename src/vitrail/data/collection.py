@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vitrail.data.pictures import About, labelled, pictures
+from vitrail.data.pictures import About, pictures
 from vitrail.data.pictures.classes import READERS as CLASSES
-from vitrail.data.pictures.classes import Part
+from vitrail.data.pictures.classes import Classes, Part
 from vitrail.data.pictures.emoji import LEFT_OUT, MISNAMED, VENDORS
 from vitrail.data.pictures.pixels import trimmed
 from vitrail.data.sources import SOURCES, home, source
@@ -104,8 +104,9 @@ def _made_of(name: str, side: int, trim: bool) -> str:
 
 def _of_classes(name: str, side: int) -> Collection:
     opened = pictures(name)
+    assert isinstance(opened, Classes)
     parts: tuple[Part, ...] = ("train", "test")
-    images = torch.cat([torch.from_numpy(labelled(name, part).images) for part in parts]).permute(0, 3, 1, 2)
+    images = torch.cat([torch.from_numpy(opened.part(part).images) for part in parts]).permute(0, 3, 1, 2)
     if images.shape[-1] != side:
         small = [
             F.interpolate(some.float(), (side, side), mode="bicubic", antialias=True) for some in images.split(4096)

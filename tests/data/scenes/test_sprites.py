@@ -53,6 +53,13 @@ def test_selected_rows_keep_what_they_are(atlas):
         atlas.select([])
 
 
+def test_an_atlas_has_one_copy_on_another_device(atlas):
+    there = atlas.to("meta")
+    assert atlas.to("cpu") is atlas and atlas.to("meta") is there and there.to("meta") is there
+    assert there.table.aspect.is_meta and all(level.is_meta for level in there.levels.values())
+    assert there.table.id == atlas.table.id
+
+
 def test_an_atlas_comes_back_from_its_file(atlas, tmp_path):
     atlas.save(tmp_path / "a.safetensors")
     again = Atlas.load(tmp_path / "a.safetensors")

@@ -9,7 +9,7 @@ S sprites, C concepts, H, W pixels of a picture.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +47,7 @@ class Atlas:
 
     table: SpriteTable
     levels: dict[int, Tensor]  # side → uint8 (S, 4, side, side), the smallest first
+    _copies: dict[torch.device, "Atlas"] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def build(cls, sprites: Iterable[Sprite], sides: Sequence[int] = LEVELS) -> "Atlas":
@@ -85,8 +86,14 @@ class Atlas:
         return len(self.table)
 
     def to(self, device: torch.device | str) -> "Atlas":
-        table = replace(self.table, concept=self.table.concept.to(device), aspect=self.table.aspect.to(device))
-        return Atlas(table, {side: level.to(device) for side, level in self.levels.items()})
+        """Itself, or its one copy on another device: what is made of it there is made once, whoever asks."""
+        device = torch.device(device)
+        if device == self.table.concept.device:
+            return self
+        if device not in self._copies:
+            table = replace(self.table, concept=self.table.concept.to(device), aspect=self.table.aspect.to(device))
+            self._copies[device] = Atlas(table, {side: level.to(device) for side, level in self.levels.items()})
+        return self._copies[device]
 
     def select(self, rows: Tensor | Sequence[int]) -> "Atlas":
         """The atlas of these rows, in this order, with the concepts that they show."""

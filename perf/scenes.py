@@ -133,13 +133,15 @@ def main() -> None:
     scenes, pictures = lay(0, index(0)), pictures_of(atlas)
     for side in arguments.sides:
         ways: dict[str, Callable[[int], object]] = {
-            "windows": lambda _, side=side: render(scenes, here, side),
-            "everywhere": lambda _, side=side: render(scenes, here, side, windows=False),
+            "windows": lambda _, side=side: render(scenes, here, side, way="windows"),
+            "everywhere": lambda _, side=side: render(scenes, here, side, way="everywhere"),
             "masks": lambda _, side=side: masks(scenes[: batch // 8], here, side),
             "samples": lambda start, side=side: sample(start, side),
         }
+        if device.type == "cuda":
+            ways["fused"] = lambda _, side=side: render(scenes, here, side, way="fused")
         if arguments.compile:
-            compiled = torch.compile(lambda scenes, side=side: render(scenes, here, side, windows=False))
+            compiled = torch.compile(lambda scenes, side=side: render(scenes, here, side, way="everywhere"))
             ways["compiled"] = lambda _, compiled=compiled: compiled(scenes)
         row = {name: rate(call, batch, rounds, device) for name, call in ways.items()}
         row["masks"] /= 8

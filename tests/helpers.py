@@ -1,5 +1,10 @@
 """What several test files use."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -24,3 +29,13 @@ def put(linear: nn.Module, *sources: nn.Module) -> None:
         linear.weight.copy_(torch.cat([s.weight for s in sources]))
         if linear.bias is not None:
             linear.bias.copy_(torch.cat([s.bias for s in sources]))
+
+
+def interpreted(script: str, *arguments: str) -> None:
+    """Run a script that ends with printing "agreed", Triton's kernels by its interpreter, in a process of its own."""
+    source = str(Path(__file__).parents[1] / "src")
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, *arguments]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "agreed" in out.stdout, out.stderr[-2000:]

@@ -1,15 +1,11 @@
 """The nearest code is float64's, whatever finds it: plain torch here, the Triton kernels by their interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import interpreted
 from vitrail.codecs.quantizers import search
 
 
@@ -100,8 +96,4 @@ print("agreed")
 @pytest.mark.parametrize("cases", ["few", "many"])
 def test_kernels_agree_with_float64(cases):
     pytest.importorskip("triton")
-    source = str(Path(__file__).parents[2] / "src")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, cases]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "agreed" in out.stdout, out.stderr[-2000:]
+    interpreted(SCRIPT, cases)

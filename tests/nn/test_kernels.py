@@ -1,13 +1,14 @@
 """The Triton kernels against plain torch, by Triton's interpreter in a process of its own (float32 only)."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytest.importorskip("triton")
+from helpers import interpreted
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from vitrail.nn.kernels.paint import BLOCK, _paint  # noqa: E402
 
 SCRIPT = """
 import torch
@@ -68,8 +69,16 @@ print("agreed")
 
 
 def test_kernels_agree_with_plain_torch():
-    source = str(Path(__file__).parents[2] / "src")
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    out = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert "agreed" in out.stdout, out.stderr[-2000:]
+    interpreted(SCRIPT)
+
+
+@pytest.mark.parametrize("generation", [80, 90])
+@pytest.mark.parametrize("shaded", [False, True])
+def test_the_painter_becomes_machine_code_without_a_gpu(generation, shaded):
+    """The interpreter takes what a compiler would not: a variable of two types, say."""
+    names = _paint.arg_names
+    kinds = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
+    kinds |= {"out_ptr": "*u8", "SHADED": "constexpr", "BLOCK": "constexpr"}
+    source = ASTSource(_paint, signature=kinds, constexprs={"SHADED": shaded, "BLOCK": BLOCK})
+    made = triton.compile(source, target=GPUTarget("cuda", generation, 32))
+    assert len(made.asm["cubin"]) > 1000

@@ -1,11 +1,8 @@
 """The Triton kernels against the formulas, by Triton's interpreter in a process of its own (float32 only)."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from helpers import interpreted
 
 pytest.importorskip("triton")
 
@@ -64,8 +61,4 @@ print("agreed")
 
 @pytest.mark.parametrize("cases", ["few", pytest.param("many", marks=pytest.mark.slow)])
 def test_kernels_agree_with_the_formulas(cases):
-    source = str(Path(__file__).parents[2] / "src")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, cases]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "agreed" in out.stdout, out.stderr[-2000:]
+    interpreted(SCRIPT, cases)

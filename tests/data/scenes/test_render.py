@@ -5,11 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from helpers import interpreted
 from vitrail.data.scenes import backgrounds
 from vitrail.data.scenes import render as module
 from vitrail.data.scenes.config import PRESETS
 from vitrail.data.scenes.lanes import channel, full, lerp, over, pack
 from vitrail.data.scenes.layout import layout
+from vitrail.data.scenes.looks import Looks
 from vitrail.data.scenes.render import masks, render
 from vitrail.data.scenes.scene import COLOURS, GRID, Scenes
 from vitrail.data.scenes.sprites import LEVELS
@@ -33,8 +35,8 @@ def scene(atlas, objects, background: int = 0) -> Scenes:
 @given(sizes, st.integers(0, 1000))
 def test_both_ways_give_the_same_pixels_and_masks(atlas, size, seed):
     scenes = layout(MIXED, atlas.table, seed, torch.arange(5))
-    assert torch.equal(render(scenes, atlas, size), render(scenes, atlas, size, windows=False))
-    for a, b in zip(masks(scenes, atlas, size), masks(scenes, atlas, size, windows=False), strict=True):
+    assert torch.equal(render(scenes, atlas, size), render(scenes, atlas, size, way="everywhere"))
+    for a, b in zip(masks(scenes, atlas, size), masks(scenes, atlas, size, way="everywhere"), strict=True):
         assert torch.equal(a, b)
 
 
@@ -46,7 +48,7 @@ def test_a_batch_may_be_cut_and_ordered_anyhow(atlas, monkeypatch):
     assert torch.equal(torch.cat([render(scenes[i : i + 7], atlas, 48) for i in range(0, 40, 7)]), whole)
     monkeypatch.setitem(module.CHUNK, "cpu", 48 * 48 * 3)
     assert torch.equal(render(scenes, atlas, 48), whole)
-    assert torch.equal(render(scenes, atlas, 48, windows=False), whole)
+    assert torch.equal(render(scenes, atlas, 48, way="everywhere"), whole)
 
 
 @settings(max_examples=60)
@@ -114,7 +116,7 @@ def test_what_lies_behind_shines_through(atlas):
     empty = backgrounds.backdrop(scenes.background, 50, 50)
     assert all(torch.equal(bare[:, c].long(), channel(empty, c)) for c in range(3))
     assert (faint - (0.25 * whole + 0.75 * bare)).abs().max() <= 2  # nothing overlaps in plain scenes
-    other = render(scenes, atlas, 50, windows=False, opacity=0.25)
+    other = render(scenes, atlas, 50, way="everywhere", opacity=0.25)
     assert torch.equal(other.int(), faint)
 
 
@@ -238,11 +240,46 @@ def test_sizes_and_devices_that_cannot_be(atlas):
     assert render(scenes[:0], atlas, 8).shape == (0, 3, 8, 8)
 
 
+FUSED = """
+import sys
+import torch
+from vitrail.data.scenes.config import PRESETS
+from vitrail.data.scenes.layout import layout
+from vitrail.data.scenes.looks import Looks
+from vitrail.data.scenes.looks import Looks
+from vitrail.data.scenes.render import render
+from vitrail.data.scenes.sprites import Atlas
+
+atlas, plain = Atlas.load(sys.argv[1]), PRESETS["mixed"].with_(tint=0.5)
+for size in (1, (13, 40), 33):  # in one block and in several, which end within a line
+    for config in (plain, plain.with_(mirror=0.5, bend=0.4, shade=0.3)):
+        for count in (0, 1, 5):
+            scenes = layout(config, atlas.table, 3, torch.arange(count))
+            look = Looks(config, atlas.table)(3, scenes)
+            for opacity in (1.0, 0.3):
+                expected = render(scenes, atlas, size, "everywhere", opacity, look)
+                assert torch.equal(render(scenes, atlas, size, "fused", opacity, look), expected)
+print("agreed")
+"""
+
+
+def test_one_kernel_draws_the_same_bits(atlas, tmp_path):
+    pytest.importorskip("triton")
+    atlas.save(tmp_path / "atlas.safetensors")
+    interpreted(FUSED, str(tmp_path / "atlas.safetensors"))
+
+
+def test_the_kernel_of_a_gpu_is_refused_on_a_cpu(atlas):
+    pytest.importorskip("triton")
+    with pytest.raises(ImageError, match="cpu in one kernel"):
+        render(layout(MIXED, atlas.table, 0, torch.arange(2)), atlas, 8, "fused")
+
+
 @pytest.mark.slow
 def test_a_compiled_renderer_draws_the_same_bits(atlas):
     scenes = layout(PRESETS["relations"].with_(tint=0.5), atlas.table, 0, torch.arange(8))
     expected = render(scenes, atlas, 24)
-    compiled = torch.compile(lambda scenes: render(scenes, atlas, 24, windows=False), fullgraph=True)
+    compiled = torch.compile(lambda scenes: render(scenes, atlas, 24, way="everywhere"), fullgraph=True)
     assert torch.equal(compiled(scenes), expected)
 
 
@@ -254,7 +291,13 @@ def test_a_gpu_lays_out_and_draws_the_same_bits(atlas):
     assert theirs.box.is_cuda and torch.equal(theirs.box.cpu(), scenes.box)
     assert torch.equal(theirs.sprite.cpu(), scenes.sprite) and torch.equal(theirs.colour.cpu(), scenes.colour)
     expected, there = render(scenes, atlas, 64), atlas.to("cuda")
-    for windows in (True, False):
-        assert torch.equal(render(theirs, there, 64, windows=windows).cpu(), expected)
+    for way in ("windows", "everywhere", "fused", None):
+        assert torch.equal(render(theirs, there, 64, way).cpu(), expected)
+    worn = MIXED.with_(mirror=0.5, bend=0.4, shade=0.3)
+    look, theirs_look = (Looks(worn, atlas.table, s.box.device)(0, s) for s in (scenes, theirs))
+    for size in (1, (40, 13), (96, 131)):
+        expected = render(scenes, atlas, size, opacity=0.3, look=look)
+        for way in ("windows", "everywhere", "fused"):
+            assert torch.equal(render(theirs, there, size, way, opacity=0.3, look=theirs_look).cpu(), expected)
     for a, b in zip(masks(theirs[:16], there, 64), masks(scenes[:16], atlas, 64), strict=True):
         assert torch.equal(a.cpu(), b)

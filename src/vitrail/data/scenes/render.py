@@ -4,15 +4,17 @@ Sprites are read between the texels of the level nearest their size and laid one
 as Pillow and browsers do. All in whole numbers: the pixels of a scene are the same bits on every device and in any
 batch.
 
-There are two ways to the same pixels. "Windows" reads a sprite only where it lies; the host learns the windows' sizes
-once a chunk. "Everywhere" reads every sprite at every pixel: far more work, but nothing waits for the host, and
-`torch.compile` can make it a few kernels.
+There are three ways to the same pixels. "windows" reads a sprite only where it lies; the host learns the windows' sizes
+once a chunk. "everywhere" reads every sprite at every pixel: far more work, but nothing waits for the host, and
+`torch.compile` can make it a few kernels. "fused" is one kernel on a GPU, which reads a sprite where it lies and waits
+for nobody.
 
 B scenes, O object slots, H, W pixels, L lines of windows, P pixels of windows.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +28,10 @@ from vitrail.data.scenes.texture import Texture
 from vitrail.errors import ImageError
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # pixels worked on at once
+_FUSED = find_spec("triton") is not None
 _FINE = (4, 3)  # texels a pixel, at least, of the level that is read: between the sharpest and the smoothest
+
+Way = Literal["windows", "everywhere"]
 
 
 class Masks(NamedTuple):
@@ -41,19 +46,23 @@ def render(
     scenes: Scenes,
     atlas: Atlas,
     size: int | tuple[int, int],
-    windows: bool = True,
+    way: Way | Literal["fused"] | None = None,
     opacity: float = 1.0,
     look: Look | None = None,
 ) -> Tensor:
-    """uint8 (B, 3, H, W). `size` is a side or (H, W); `windows` chooses the way; `opacity` is that of all objects;
-    `look` says how each differs from how it was designed."""
+    """uint8 (B, 3, H, W). `size` is a side or (H, W); without a `way` it is the fastest of the device that asks it for
+    nothing; `opacity` is that of all objects; `look` says how each differs from how it was designed."""
     H, W = _size(size)
+    way = way or _fastest(scenes.box.device)
     share = round(256 * opacity)
     out = scenes.box.new_empty(len(scenes), 3, H, W, dtype=torch.uint8)
-    for rows, slots in _chunks(scenes, atlas, H, W, windows, look):
+    for rows, objects in _chunks(scenes, atlas, H, W, look):
         canvas = backdrop(scenes.background[rows], H, W)
+        if way == "fused":
+            out[rows] = objects.laid_over(canvas, share)
+            continue
         flat = canvas.view(-1)
-        for places, layer in slots:
+        for places, layer in objects.slots(way):
             layer = layer if share == 256 else faded(layer, share)
             if places is None:
                 canvas = over(layer, canvas)
@@ -64,14 +73,14 @@ def render(
 
 
 def masks(
-    scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], windows: bool = True, look: Look | None = None
+    scenes: Scenes, atlas: Atlas, size: int | tuple[int, int], way: Way = "windows", look: Look | None = None
 ) -> Masks:
     """How far every object, whole or as it is seen, covers every pixel."""
     H, W = _size(size)
     B, O = scenes.sprite.shape
     whole = scenes.box.new_zeros(B, O, H, W, dtype=torch.uint8)
-    for rows, slots in _chunks(scenes, atlas, H, W, windows, look):
-        for slot, (places, layer) in enumerate(slots):
+    for rows, objects in _chunks(scenes, atlas, H, W, look):
+        for slot, (places, layer) in enumerate(objects.slots(way)):
             if places is None:
                 whole[rows, slot] = channel(layer, 3)
             else:
@@ -94,10 +103,14 @@ def _size(size: int | tuple[int, int]) -> tuple[int, int]:
     return H, W
 
 
-def _chunks(
-    scenes: Scenes, atlas: Atlas, H: int, W: int, windows: bool, look: Look | None
-) -> Iterator[tuple[slice, Iterator[tuple[Tensor | None, Tensor]]]]:
-    """Rows of the batch, and their slots from the farthest: (places or None for everywhere, packed layer)."""
+def _fastest(device: torch.device) -> Way | Literal["fused"]:
+    if device.type == "cpu":
+        return "windows"
+    return "fused" if _FUSED and device.type == "cuda" and not torch.compiler.is_compiling() else "everywhere"
+
+
+def _chunks(scenes: Scenes, atlas: Atlas, H: int, W: int, look: Look | None) -> Iterator[tuple[slice, "_Objects"]]:
+    """Rows of the batch, and their objects."""
     device = scenes.box.device
     if device != atlas.table.concept.device:
         raise ImageError(
@@ -107,8 +120,7 @@ def _chunks(
     for start in range(0, len(scenes), step):
         rows = slice(start, min(start + step, len(scenes)))
         worn = None if look is None else Look(look.mirrored[rows], look.bend[rows], look.shade[:, rows])
-        objects = _Objects(scenes[rows], atlas.texture, atlas.table.aspect, H, W, worn)
-        yield rows, objects.in_windows() if windows else objects.everywhere()
+        yield rows, _Objects(scenes[rows], atlas.texture, atlas.table.aspect, H, W, worn)
 
 
 class _Worn(NamedTuple):
@@ -176,7 +188,19 @@ class _Objects:
         self.x = _Axis.of(x0, x1, wide, self.side, W, across)
         self.y = _Axis.of(y0, y1, high, self.side, H, down)
 
-    def everywhere(self) -> Iterator[tuple[None, Tensor]]:
+    def laid_over(self, canvas: Tensor, share: int) -> Tensor:
+        """(B, H, W) packed → uint8 (B, 3, H, W)"""
+        from vitrail.nn.kernels.paint import paint
+
+        objects = (self.start, self.side, self.ink, self.light, self.tinted)
+        shade = None if self.look is None else self.look.shade
+        return paint(canvas, self.texels, objects, self.x, self.y, shade, share)
+
+    def slots(self, way: Way) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """From the farthest: places, or None for everywhere, and the packed layer"""
+        return self._in_windows() if way == "windows" else self._everywhere()
+
+    def _everywhere(self) -> Iterator[tuple[None, Tensor]]:
         """For each slot (B, H, W) what it shows at every pixel"""
         for slot in range(self.side.shape[1]):
             objects = (self.start, self.side, self.ink, self.light, self.tinted)
@@ -186,7 +210,7 @@ class _Objects:
             layer = torch.where(coloured, tinted(layer, ink, light), layer)
             yield None, layer if self.look is None else shaded(layer, self.look.shade[:, :, slot, None, None])
 
-    def in_windows(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _in_windows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """For each slot (P,) places in the flattened (B, H, W) where its objects lie, and (P,) what they show there"""
         pixels = self.x.count * self.y.count
         sizes = torch.stack([self.y.count.sum(0), pixels.sum(0), (pixels * self.tinted).sum(0)], 1)  # (O, 3)

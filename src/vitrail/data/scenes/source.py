@@ -126,11 +126,9 @@ class SceneSource:
 
     def render(self, scenes: Scenes) -> Tensor:
         """uint8 (B, 3, H, W): scenes as this source draws them."""
-        device = scenes.box.device
-        windows = device.type == "cpu"  # a GPU would wait for the host to learn their sizes
-        _, atlas, looks = self._on(device)
+        _, atlas, looks = self._on(scenes.box.device)
         look = looks(self.config.seed, scenes)
-        return render(scenes, atlas, self.size, windows, self.config.asked().opacity, look)
+        return render(scenes, atlas, self.size, opacity=self.config.asked().opacity, look=look)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -169,6 +169,15 @@ def test_compare(opened):
         opened("chair")[0].compare(samples, [], [])
 
 
+def test_captions_are_compared_as_they_are_scored(opened):
+    row, samples = opened("captions")
+    first, second = [sample.captions[0] for sample in samples], ["nothing of the kind"] * len(samples)
+    found = row.compare(samples, first, second, tokenizer="plain", meteor=True)  # METEOR has no value of each
+    assert found.difference > 0
+    with pytest.raises(ConfigError, match="are not cut by"):
+        row.compare(samples, first, second, tokenizer="scissors")
+
+
 def test_what_does_not_fit_is_said(opened):
     row, samples = opened("gqa")
     with pytest.raises(DataError, match="the answer to '07333408' is not known"):

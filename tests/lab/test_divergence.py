@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vitrail.errors import DataError
-from vitrail.lab.divergence import Meter, bounds, gather, measure
+from vitrail.lab.divergence import Divergence, Meter, bounds, gather, measure
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(2, 12), st.integers(0, 2**31 - 1))
 
@@ -140,7 +140,7 @@ def walks(drift: float, pairs: int = 60, length: int = 400, width: int = 32) -> 
 def test_branches_without_a_direction_drift_apart_as_the_root():
     found = measure(*walks(0.0))
     assert slope(found, 10, 400) == pytest.approx(0.5, abs=0.05)
-    assert found.balance[-1] > 400
+    assert abs(found.balance[-1]) > 400  # a Δ of next to nothing, of either sign
     assert found.exponent(1.0)[-1] == pytest.approx(-0.5, abs=0.05)
 
 
@@ -158,6 +158,17 @@ def test_between_the_two_growth_turns_at_the_balance_point():
     assert slope(found, 1, 6) < 0.65 and slope(found, 200, 400) > 0.85
     law = found.scale * np.sqrt(found.upsilon)
     assert law == pytest.approx(found.distance, rel=0.05) and 0.9 < found.tightness <= 1
+
+
+@pytest.mark.parametrize("gap", [-0.004, 0.0, 1e-15, 0.004, 0.3])
+def test_scores_are_those_of_upsilon_whatever_the_sign_of_the_gap(gap):
+    """c·n^−α(n) = γΥ^(β/2) identically, with c = γ(1 − ψ_eq)^(β/2)."""
+    n, beta, ones = np.arange(1, 201), 0.7, np.ones(200)
+    found = Divergence(1, ones, ones, 0.5 * ones, (0.2 + gap) * ones, 0.2 * ones, 1.0)
+    alpha, upsilon = found.exponent(beta), found.upsilon
+    there = (n > 1) & (upsilon > 0)
+    assert 0.5 ** (beta / 2) * n[there] ** -alpha[there] == pytest.approx(upsilon[there] ** (beta / 2))
+    assert np.isnan(alpha[~there]).all() and (there.sum() == 199 if gap >= 0 else there.sum() == 124)
 
 
 def test_branches_that_never_part():

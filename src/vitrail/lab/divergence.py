@@ -68,14 +68,15 @@ class Divergence:
 
     @property
     def balance(self) -> Array:
-        """n* by the cosines up to n: the tokens at which growth by √n turns into growth by n. Where Δ is not positive
-        growth never turns: infinite."""
+        """n* by the cosines up to n: the tokens at which growth by √n turns into growth by n. Infinite where Δ is 0 and
+        growth never turns; below −1 where Δ is negative: Υ then falls, and is gone at −n* tokens."""
         with np.errstate(divide="ignore", invalid="ignore"):
             found = (1 - self.equal) / self.gap - 1
-        return np.where(self.gap > EXACT, found, np.where(np.isnan(self.gap), np.nan, np.inf))
+        return np.where(np.abs(self.gap) <= EXACT, np.inf, found)
 
     def exponent(self, beta: float = 1.0) -> Array:
-        """α(n) of scores S ∝ Υ^(β/2), with the cosines of all tokens taken for constants; NaN at n = 1."""
+        """α(n) of scores S ∝ Υ^(β/2), with the cosines of all tokens taken for constants; NaN at n = 1, and where these
+        make Υ less than nothing."""
         last, n = float(self.balance[-1]), self.n[1:]
         found = np.full(len(n), -beta / 2) if math.isinf(last) else exponent(n, beta, last)
         return np.concatenate([[np.nan], found])

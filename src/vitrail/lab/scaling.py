@@ -120,9 +120,11 @@ def bend(n: Sequence[float] | Array, s: Sequence[float] | Array) -> float:
 
 
 def exponent(n: Array, beta: float, balance: float) -> Array:
-    """α(n) of the theory: (β/2)·ln((1 + n*)/(n + n*))/ln n − β/2."""
+    """α(n) of the theory: (β/2)·ln((1 + n*)/(n + n*))/ln n − β/2; NaN where Υ is not positive."""
     n = np.asarray(n, float)
-    return beta / 2 * np.log((1 + balance) / (n + balance)) / np.log(n) - beta / 2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = (1 + balance) / (n + balance)
+    return beta / 2 * np.log(np.where(share > 0, share, np.nan)) / np.log(n) - beta / 2
 
 
 # ---- fitting ----------------------------------------------------------------------------------------------------

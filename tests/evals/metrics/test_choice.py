@@ -24,10 +24,20 @@ CHOICES = {"A": "red", "B": "dark blue", "C": "blue", "D": "an apple"}
         ("The answer is C. Option B is for others", "C"), ("The answer is option B", "B"),
         ("B\n\nExplanation: C is wrong", "B"), ("the answer is (b) dark blue", "B"), ("a dark blue one", "B"),
         ("The answer is an apple.", "D"), ("It is not an apple, B", "B"),
+        ("Both A and B", None), ("A and B", None), ("Either A or C", None), ("A, B, C and D are all possible", None),
+        ("The answer is A or B", None), ("(A) and (C)", None), ("A/B", None), ("option B or option C", None),
+        ("Between A and B, the answer is B", "B"), ("A, because B is wrong", "A"), ("C, I think", "C"),
+        ("B, and nothing else", "B"), ("A and a half", None), ("The answer is B, not A or C", "B"),
     ],
 )  # fmt: skip
 def test_letter(said, meant):
     assert letter(said, CHOICES) == meant
+
+
+def test_an_option_may_be_about_others():
+    choices = {"A": "red", "B": "blue", "C": "A and B", "D": "A, B or something else"}
+    for said, meant in (("A and B", "C"), ("C. A and B", "C"), ("A, B or something else", "D"), ("A", "A")):
+        assert letter(said, choices) == meant
 
 
 def test_an_option_within_another_that_was_found_is_not_meant():

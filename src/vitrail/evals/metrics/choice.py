@@ -12,23 +12,29 @@ _LEADS = [
     re.compile(rf"{lead}(?:\s+is)?\s*:?\s*[(\[*]*([A-Z])\b(?![’'])([)\].*]*)", re.IGNORECASE)
     for lead in ("answer", "(?:option|choice)")
 ]
-_DENIED = re.compile(r"\bnot\s+(?:(?:option|choice)\s+)?[(\[*]*[A-Z]\b|\b[A-Z][)\]*]*\s+is\s+(?:not|wrong|incorrect)\b")
+_OPTION = r"(?:(?:option|choice)\s+)?[(\[*]*[A-Z]\b(?![’'])[)\]*]*"
+_DENIED = re.compile(
+    rf"\bnot\s+{_OPTION}(?:\s+(?:and|or|nor)\s+{_OPTION})*|\b[A-Z][)\]*]*\s+is\s+(?:not|wrong|incorrect)\b"
+)
+_JOINED = re.compile(rf"(?<![\w’']){_OPTION}(?:(?:\s*[,/&]\s*|,?\s+(?:and|or)\s+){_OPTION})+")
 
 
 def letter(answer: str, choices: Mapping[str, str]) -> str | None:
     """The letter of the option that an answer means, or None if it cannot be told. In this order: the letter alone or
     before a mark (B, (B), B. red), "the answer is B", "option B", the text of an option, one letter among the words,
-    the text of one option within the answer, and within no other that is. "Not B" and "B is wrong" are passed over."""
+    the text of one option within the answer, and within no other that is. "Not B" and "B is wrong" are passed over,
+    and letters that are joined ("A or B", "A, B and C") mean none."""
     text = _DENIED.sub(" ", answer.strip().strip("*")).strip()
+    joined = [found.span() for found in _JOINED.finditer(text) if len(set(_letters(found[0])) & set(choices)) > 1]
     start = re.match(r"[(\[]?([A-Z])(?:[)\].:,]|\s*$)", text)
-    if start and start[1] in choices:
+    if start and start[1] in choices and not _among(start.start(1), joined):
         return start[1]
     if re.fullmatch(r"[(\[]?[a-z][)\].:]?", text) and (small := text.strip("()[].:").upper()) in choices:
         return small
     for led in filter(None, (lead.search(text) for lead in _LEADS)):
         # A small a may be an article: it counts only in brackets, or where nothing follows.
         alone = led[1].isupper() or led[2].startswith((")", "]")) or led.end() == len(text)
-        if alone and led[1].upper() in choices:
+        if alone and led[1].upper() in choices and not _among(led.start(1), joined):
             return led[1].upper()
     plain = {name: _plain(option) for name, option in choices.items()}
     said = _plain(text)
@@ -38,7 +44,7 @@ def letter(answer: str, choices: Mapping[str, str]) -> str | None:
     words = re.findall(r"[^\s.()\[\],:;!*#{}]+", text)
     # A is also an article: it counts only where no word follows.
     single = {w for n, w in enumerate(words) if w in choices and (w not in "AI" or n == len(words) - 1)}
-    if len(single) == 1:
+    if len(single) == 1 and not joined:
         return single.pop()
     within = [name for name, option in plain.items() if option and _holds(said, option)]
     within = [name for name in within if not any(_within(plain[name], plain[other]) for other in within)]
@@ -62,6 +68,14 @@ def likeliest(logprobs: Sequence[float], lengths: Sequence[int] | None = None) -
         raise DataError(f"{len(logprobs)} likelihoods of options of lengths {lengths}", "give one of each option")
     values = logprobs if lengths is None else [p / n for p, n in zip(logprobs, lengths, strict=True)]
     return max(range(len(values)), key=values.__getitem__)
+
+
+def _letters(text: str) -> list[str]:
+    return re.findall(r"\b[A-Z]\b", text)
+
+
+def _among(place: int, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(start <= place < end for start, end in spans)
 
 
 def _holds(text: str, words: str) -> bool:

@@ -7,10 +7,10 @@ two times of a clock are a span, else the first range ("3.0 - 5.5", "3 to 5"), e
 import re
 from collections.abc import Sequence
 
+from vitrail.evals.metrics.spoken import spoken
+
 Span = tuple[float, float]
 
-_THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
-_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
 _CLOCK = r"(?<![\d.:])(?:\d{1,2}:)?\d{1,2}:\d{2}(?:\.\d+)?(?![\d:])"  # 1:02:03.5, 02:03
 _NUMBER = r"(?<![\d.:])\d{1,9}(?:\.\d+)?(?![\d:])"
 _TIME = rf"({_CLOCK}|{_NUMBER})"
@@ -21,8 +21,7 @@ _RANGE = re.compile(rf"{_TIME}{_UNIT}\s*(?:-|–|—|~|to|and|until|,)\s*<?{_TIM
 
 def read_span(text: str) -> Span | None:
     """The span of an answer, its earlier end first; None where there are no two times."""
-    inside = _ANSWER.findall(text)
-    said = inside[-1] if inside else _THOUGHT.sub(" ", text)
+    said = spoken(text)
     clocks = _CLOCKS.findall(said)
     found = _RANGE.search(said)
     times = clocks if len(clocks) > 1 else list(found.groups()) if found else _TIMES.findall(said)

@@ -12,6 +12,7 @@ from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evals.metrics.chair import COCO_PHRASES, Things
 from vitrail.evals.metrics.choice import turned
 from vitrail.evals.metrics.paired import Paired, paired
+from vitrail.evals.metrics.spoken import spoken
 from vitrail.evals.shares import Score
 from vitrail.evals.suites.scored import aro, boxes, captions, choices, moments, short, yesno
 from vitrail.evals.suites.sets import some_of
@@ -103,11 +104,12 @@ class Benchmark(NamedTuple):
         self, samples: Sequence[Sample], answers: Sequence[str], blind: Sequence[str] | None = None, **options: Any
     ) -> list[Score]:
         """The scores of answers, one a sample in their order, beside those of guesses and, if they are given, of
-        answers that the model gave `blind`, without the pictures."""
+        answers that the model gave `blind`, without the pictures. Thoughts before an answer are passed over."""
         self.check(options)
         sheet = Sheet.of(samples)
         said = {name: guess(sheet) for name, guess in self.guesses.items()}
-        said |= {} if blind is None else {"blind": list(blind)}
+        said |= {} if blind is None else {"blind": [spoken(text) for text in blind]}
+        answers = [spoken(text) for text in answers]
         for name, texts in {"answers": answers, **said}.items():
             if len(texts) != len(sheet):
                 raise DataError(f"{len(texts):,} {name} to {len(sheet):,} samples", "give one to each")
@@ -131,7 +133,7 @@ class Benchmark(NamedTuple):
             raise ConfigError(f"{self.format} has no value for every sample", "compare the scores of both")
         self.check(options)
         sheet = Sheet.of(samples)
-        values = [self.each(sheet, said, **options) for said in (first, second)]
+        values = [self._values(sheet, said, options) for said in (first, second)]
         noted = sheet.noted(self.parts) if self.parts else []
         parts = [part for part in dict.fromkeys(noted) if part]
         rows = {"": list(range(len(sheet)))}
@@ -152,15 +154,22 @@ class Benchmark(NamedTuple):
         if self.each is None:
             return [("", None)] * len(said)
         sheet = Sheet.of(samples)
-        known = set(inspect.signature(self.each).parameters) & set(options)
-        values = self.each(sheet, said, **{name: options[name] for name in known})
+        values = self._values(sheet, said, options)
         if self.each is captions.consensus:
             return [("", value) for value in values]
-        lost = [False] * len(said) if self.unread is None else self.unread(sheet, said, **options)
+        answers = [spoken(text) for text in said]
+        lost = [False] * len(said) if self.unread is None else self.unread(sheet, answers, **options)
         told = (
             "unread" if none else "right" if value >= 0.5 else "wrong" for none, value in zip(lost, values, strict=True)
         )
         return list(zip(told, values, strict=True))
+
+    def _values(self, sheet: Sheet, said: Sequence[str], options: Mapping[str, Any]) -> Sequence[float]:
+        """Of each answer, by those options that its value hangs on."""
+        assert self.each is not None
+        known = inspect.signature(self.each).parameters
+        answers = [spoken(text) for text in said]
+        return self.each(sheet, answers, **{name: option for name, option in options.items() if name in known})
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Refuse what the scorer does not take, and the lack of what it needs."""

@@ -13,9 +13,9 @@ from vitrail.evals.suites.scored.depicted import MOST, Depicted
 from vitrail.evals.suites.sheets import Sheet, mean, measured
 
 
-def consensus(sheet: Sheet, said: Said) -> Values:
+def consensus(sheet: Sheet, said: Said, *, tokenizer: str = "plain") -> Values:
     """CIDEr of each caption."""
-    words, references = _words(sheet, said, "plain")
+    words, references = _words(sheet, said, tokenizer)
     return told.cider(words, references).tolist()
 
 

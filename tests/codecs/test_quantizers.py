@@ -1,5 +1,6 @@
 """What all quantizers promise: ids and codes are one, gradients pass, widths and types hold, bad input is named."""
 
+import copy
 import math
 
 import pytest
@@ -49,6 +50,14 @@ MAKERS = {
 def q(request):
     torch.manual_seed(0)
     return MAKERS[request.param]()
+
+
+def test_one_made_without_weights_is_whole_once_they_are_loaded(q):
+    x = torch.randn(20, q.dim)
+    q(x)  # some learn from a first batch
+    twin = copy.deepcopy(q).to("meta").to_empty(device="cpu")
+    twin.load_state_dict(q.state_dict())
+    assert torch.equal(twin.eval()(x).ids, q.eval()(x).ids)
 
 
 def test_lookup_gives_the_codes_back_bit_for_bit(q):

@@ -110,6 +110,31 @@ def test_codes_learn_nothing_from_steps_in_which_nothing_happens():
     assert all(p.grad is None or p.grad.isfinite().all() for p in ours.parameters())
 
 
+def test_batches_in_which_nothing_happens_leave_the_codes_as_they_are():
+    torch.manual_seed(0)
+    moving, _ = worlds.dots(64, 6)
+    still = moving[:, :1].expand(-1, 6, -1, -1, -1)
+    ours = LatentActions(worlds.latent_config(layers=2)).train()
+    with torch.no_grad():
+        for _ in range(10):
+            ours(moving)
+        kept, told = ours.quantizer.table().clone(), ours.eval().infer(moving).ids
+        ours.quantizer.train()
+        for _ in range(200):  # long enough for running means to forget, and for codes that nobody uses to be drawn anew
+            assert not ours.infer(still).ids.any()
+        assert torch.allclose(ours.quantizer.table(), kept, atol=1e-5)
+        assert torch.equal(ours.eval().infer(moving).ids, told)
+
+
+def test_a_first_batch_in_which_nothing_happens_leaves_codes_that_can_be_told_apart():
+    moving, _ = worlds.dots(64, 6)
+    ours = LatentActions(worlds.latent_config(layers=2)).train()
+    with torch.no_grad():
+        ours(moving[:, :1].expand(-1, 6, -1, -1, -1))
+    table = ours.quantizer.table()
+    assert torch.allclose(table.norm(dim=1), torch.ones(8)) and len(table.unique(dim=0)) == 8
+
+
 def test_one_frame_has_no_action():
     with pytest.raises(DataError, match="no action"):
         model().infer(torch.zeros(1, 1, 3, 8, 8))

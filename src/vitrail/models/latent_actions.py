@@ -77,11 +77,14 @@ class LatentActions(nn.Module):
 
     def _quantize(self, said: Tensor, still: Tensor) -> Quantized:
         """(B, T − 1, d) and where nothing changed. There steps that have a change stand in, one after another, so that
-        the quantizer learns of no others: to leave some out would give every batch another shape."""
+        the quantizer learns of no others: to leave some out would give every batch another shape. Where none has, its
+        own codes do, of which it learns what it knows."""
         flat, none = said.masked_fill(still[..., None], 0).flatten(0, 1), still.flatten()
         steps = torch.arange(len(none), device=none.device)
         others = none.int().argsort(stable=True)[steps % (~none).sum().clamp_min(1)]
-        found = self.quantizer(torch.where(none[:, None], flat.detach()[others], flat).view_as(said))
+        codes = self.quantizer.table().detach().to(flat.dtype)
+        instead = torch.where(none.all(), codes[steps % len(codes)], flat.detach()[others])
+        found = self.quantizer(torch.where(none[:, None], instead, flat).view_as(said))
         assert found.ids is not None
         first = self.quantizer.table()[0].to(found.codes.dtype)
         return found._replace(

@@ -92,8 +92,9 @@ class RotaryConfig(Config):
             )
         if self.scaling is not None and not self.scaling.factor > 0:
             raise ConfigError(f"a rotary scaling by {self.scaling.factor} stops every slot", "use a factor above 0")
-        if not self.theta > 1 or (isinstance(self.scaling, NTK) and self.rotated < 4):
-            raise ConfigError(f"theta {self.theta} over {self.rotated} channels gives no falling ladder of frequencies")
+        channels = self.rotated // 2 if self.layout == "2d" else self.rotated  # of one ladder
+        if not self.theta > 1 or (isinstance(self.scaling, NTK) and channels < 4):
+            raise ConfigError(f"theta {self.theta} over {channels} channels gives no falling ladder of frequencies")
         if self.layout.startswith("mrope"):
             if self.sections is None or min(self.sections) < 0 or sum(self.sections) != self.rotated // 2:
                 raise ConfigError(

@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -52,6 +52,12 @@ class FSQ(Quantizer[FSQConfig]):
         tables = {"middle": levels // 2, "reach": reach, "offset": offset, "start": torch.atanh(offset / reach)}
         for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """`to_empty` must not leave the tables unset: they are in no state that could be loaded."""
+        super()._apply(fn, recurse)
+        self.fill(self.middle.device)
+        return self
 
     def forward(self, x: Tensor) -> Quantized:
         self.check(x)

@@ -24,6 +24,7 @@ from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.devices import usable
+from vitrail.encoders import ViT
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
 from vitrail.hub.based import checksum, checksum_words
@@ -431,7 +432,8 @@ def _model(recipe: Recipe, words: Tokenizer | None) -> Any:
     part = recipe.model
     if part.start is not None:
         model = hub.load(part.start, dtype=torch.float32)
-        pictures.forget(model)  # it will be trained on views, whatever it was prepared for
+        if (tower := pictures.tower_of(model)) is not None:
+            pictures.read_as(model, tower, pictures.OURS)  # it will be trained on views, whatever it was prepared for
     else:
         model = MODELS[part.kind][1](recipe.model_config())
         for name in getattr(model, "borrowed", ()):
@@ -455,6 +457,9 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
         mine, theirs = model.get_submodule(name), whole.get_submodule(name if other.part is None else other.part)
     except AttributeError as error:
         raise ConfigError(f"model.parts.{name}: {error}", f"does {other.start} have such a part?") from None
+    tower = pictures.tower_of(whole) or getattr(whole, "tower", None)  # of a vision-language model
+    if isinstance(tower, ViT) and (tower in set(theirs.modules()) or theirs in set(tower.modules())):
+        pictures.read_as(whole, tower, pictures.levels(model, mine) or pictures.OURS)
     have = {key: tensor for key, tensor in mine.state_dict().items() if key.split(".")[0] not in other.fresh}
     for part in other.fresh:
         if not hasattr(mine, part):

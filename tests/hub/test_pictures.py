@@ -8,13 +8,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import Dinov2Config, Dinov2Model
 
-from vitrail.encoders import TextConfig, TextTower, ViT, ViTConfig
+from helpers import randomize
+from vitrail import recipe
+from vitrail.backbones.decoder import DecoderConfig
+from vitrail.codecs.codec import CodecConfig
+from vitrail.codecs.conv import ConvPairConfig
+from vitrail.codecs.quantizers import VQConfig
+from vitrail.connectors import ProjectorConfig
+from vitrail.data.views import PLAIN, views
+from vitrail.encoders import TextConfig, TextTower, TowerConfig, TowersConfig, ViT, ViTConfig
 from vitrail.encoders.presets import TEXTS, VITS
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.evals.viewer import tower_of
 from vitrail.hub import from_hf, load, pictures, save, to_hf
 from vitrail.models.clip import CONTRASTIVE, Contrastive
-from vitrail.nn import BlockConfig
+from vitrail.models.qlip import TaughtCodec, TaughtCodecConfig
+from vitrail.models.vlm import VLM, VLMConfig
+from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
 from vitrail.processing.preprocessing import FILE, Preprocessing
 from vitrail.processing.resolution import Crop, Naive
 
@@ -108,7 +120,7 @@ def test_what_came_with_a_model_stays_word_for_word(family, tmp_path):
 
     # Trained here on pictures as ours are, it is ours; and what lay in the folder goes.
     trained = load(tmp_path / "own")
-    pictures.forget(trained)
+    pictures.read_as(trained, tower_of(trained), pictures.OURS)
     save(trained, tmp_path / "own")
     assert not (tmp_path / "own" / FILE).exists()
     assert Preprocessing.read(tmp_path / "own", tower(model)) == Preprocessing.own(tower(model))
@@ -189,3 +201,117 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, preprocessing):
     folder = tmp_path_factory.mktemp("said")
     (folder / FILE).write_text(json.dumps(preprocessing.plain()))
     assert Preprocessing.read(folder, tiny("siglip-b16-224", 16, 8)) == preprocessing
+
+
+@pytest.mark.parametrize("kind", ["a bias", "positions", "neither"])
+def test_a_tower_reads_other_levels_with_the_same_features(kind):
+    block = BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=PlainConfig(hidden=24))
+    rotary = RotaryConfig(head_dim=8, layout="2d") if kind == "neither" else None
+    positions = "none" if kind == "neither" else "cls_and_patches"
+    config = ViTConfig(
+        layers=2,
+        block=block,
+        image=28,
+        patch=7,
+        cls=True,
+        positions=positions,
+        rotary=rotary,
+        patch_bias=kind == "a bias",
+    )
+    vit = randomize(ViT(config)).eval()
+    x, scale, offset = torch.rand(2, 3, 28, 35), [2.0, 0.5, 3.0], [0.1, -0.4, 0.0]
+    shown = x * torch.tensor(scale).view(3, 1, 1) + torch.tensor(offset).view(3, 1, 1)
+    expected = vit(shown)
+    if kind == "neither":
+        with pytest.raises(ConfigError, match="neither a bias nor positions"):
+            vit.read_through(scale, offset)
+        assert torch.equal(vit(shown), expected)  # as it was
+        expected, offset = vit(x * torch.tensor(scale).view(3, 1, 1)), [0.0] * 3
+    vit.read_through(scale, offset)
+    torch.testing.assert_close(vit(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def asked(x: np.ndarray, levels: dict) -> torch.Tensor:
+    """(H, W, 3) bytes as transformers' processors show them"""
+    mean, std = (torch.tensor(levels[key]).view(3, 1, 1) for key in ("image_mean", "image_std"))
+    return ((torch.from_numpy(x).permute(2, 0, 1) / 255 - mean) / std)[None]
+
+
+@pytest.mark.parametrize("said", ["levels", "timm", "no levels", "nothing"])
+def test_what_is_trained_on_is_read_as_what_it_learned_from_was(said, tmp_path, capsys):
+    """A teacher, and a start, of strangers' weights: training shows them pixels in −1 … 1."""
+    theirs = Dinov2Model(Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2,
+                                      image_size=32, patch_size=8)).eval()  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    levels = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    if said == "levels":
+        (tmp_path / FILE).write_text(json.dumps({"size": {"height": 32, "width": 32}, **levels}))
+    if said == "no levels":
+        levels = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+        (tmp_path / FILE).write_text(json.dumps({"size": {"height": 32, "width": 32}, "do_normalize": False}))
+    if said == "timm":
+        about = json.loads((tmp_path / "config.json").read_text())
+        timm = {"mean": levels["image_mean"], "std": levels["image_std"]}
+        (tmp_path / "config.json").write_text(json.dumps(about | {"pretrained_cfg": timm}))
+    if said == "nothing":
+        levels = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    x = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    shown = views(torch.from_numpy(x).permute(2, 0, 1)[None], PLAIN.with_(side=32))
+    with torch.no_grad():
+        expected = theirs(asked(x, levels)).last_hidden_state[:, 1:]
+        config = TaughtCodecConfig(
+            codec=CodecConfig(
+                net=ConvPairConfig(widths=(8, 8, 8, 8), latent=8, groups=4, size=(32, 32)),
+                quantizer=VQConfig(codes=16, dim=8),
+            ),
+            teacher=from_hf(tmp_path).config,
+        )
+        taught = TaughtCodec(config).eval()
+        recipe._start(taught, "teacher", recipe.StartPart(start=str(tmp_path), part=""))
+        torch.testing.assert_close(taught.lesson(shown, (4, 4)).flatten(1, 2), expected, rtol=1e-4, atol=1e-4)
+    assert ("not said" in capsys.readouterr().err) == (said == "nothing")
+
+
+def test_a_start_is_evaluated_as_it_is_trained(tmp_path):
+    to_hf(MADE["clip"](), tmp_path)
+    about = json.loads((tmp_path / FILE).read_text())
+    levels = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    (tmp_path / FILE).write_text(json.dumps(about | levels))
+    told = load(tmp_path)
+    side = tower(told).image
+    x = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    begun = load(tmp_path)
+    pictures.read_as(begun, tower_of(begun), pictures.OURS)
+    shown = views(torch.from_numpy(x).permute(2, 0, 1)[None], PLAIN.with_(side=side))
+    with torch.no_grad():
+        torch.testing.assert_close(begun.encode_image(shown), told.encode_image(asked(x, levels)), rtol=1e-4, atol=1e-5)
+    save(begun, tmp_path / "ours")
+    assert pictures.levels(load(tmp_path / "ours")) == pictures.OURS
+
+
+def test_a_part_of_a_vision_language_model_reads_what_that_model_shows_it(tmp_path):
+    to_hf(MADE["clip"](), tmp_path)
+    about = json.loads((tmp_path / FILE).read_text())
+    levels = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    (tmp_path / FILE).write_text(json.dumps(about | levels))
+    vit = tower_of(load(tmp_path)).config
+    decoder = DecoderConfig(
+        vocab=64, layers=1, context=64, rotary=RotaryConfig(head_dim=16),
+        block=BlockConfig(width=32, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=32), norm="rms"),
+    )  # fmt: skip
+    both = TowersConfig(towers=(TowerConfig(vit=vit), TowerConfig(vit=vit)), image=vit.image)
+    for eyes, place, norm in ((vit, "tower", (0.4, 0.6)), (both, "tower.towers.1", (0.0, 1.0))):
+        connector = ProjectorConfig(reads=vit.block.width * (1 + (eyes is both)), gives=32)
+        config = VLMConfig(
+            tower=eyes, connector=connector, decoder=decoder, policy=Naive(size=vit.image, patch=vit.patch),
+            mean=(norm[0],) * 3, std=(norm[1],) * 3,
+        )  # fmt: skip
+        seeing = VLM(config).eval()
+        recipe._start(seeing, place, recipe.StartPart(start=str(tmp_path), part="image"))
+        started = seeing.get_submodule(place)
+        mean, std = norm if eyes is vit else (0.5, 0.5)  # two towers have levels of their own
+        x = np.random.default_rng(0).integers(0, 256, (vit.image, vit.image, 3), dtype=np.uint8)
+        own = {"image_mean": [mean] * 3, "image_std": [std] * 3}
+        with torch.no_grad():
+            expected = tower_of(load(tmp_path))(asked(x, levels))
+            torch.testing.assert_close(started(asked(x, own)), expected, rtol=1e-4, atol=1e-4)

@@ -136,7 +136,7 @@ SEEING = {
     "last layer": seeing(connector=vlm.PROJECTOR),
     "prefix": seeing(connector=vlm.CONNECTORS["resampler"], prefix=True, layer=1),
     "newlines": seeing(connector=vlm.PROJECTOR, policy=vlm.POLICIES["anyres"], newline=True),
-    "towers": seeing(connector=vlm.PROJECTOR.with_(reads=32), tower=BOTH),
+    "towers": seeing(connector=vlm.PROJECTOR.with_(reads=32), tower=BOTH, mean=(0.0,) * 3, std=(1.0,) * 3),
     "twice": seeing(**TWICE),
     "packed": seeing(connector=MERGER, **NATIVE, tower=vlm.PACKED, decoder=vlm.TURNED),
     "deepstack": seeing(connector=MERGER, **NATIVE, **TAPPED),

@@ -115,8 +115,11 @@ def test_towers_side_by_side():
     plain = TOWER.with_(cls=False, positions="patches")
     towers = TowersConfig(towers=(TowerConfig(vit=TOWER, layer=-2), TowerConfig(vit=plain)), image=24)
     projector = ProjectorConfig(reads=32, gives=32)
-    config = VLMConfig(tower=towers, connector=projector, decoder=DECODER, policy=POLICIES["naive"])
+    levels = {"mean": (0.0,) * 3, "std": (1.0,) * 3}  # each tower has its own
+    config = VLMConfig(tower=towers, connector=projector, decoder=DECODER, policy=POLICIES["naive"], **levels)
     packed_is_alone(made(config), pictures((30, 50), (24, 24)))
+    with pytest.raises(ConfigError, match="by themselves"):
+        config.with_(mean=(0.5,) * 3)
     with pytest.raises(ConfigError, match="layer and prefix"):
         config.with_(layer=-2)
 
@@ -144,7 +147,9 @@ def test_places_begin_with_nothing_and_are_kept(case, tmp_path):
         config = config.with_(policy=POLICIES["anyres"], newline=True)
     if case == "towers":
         towers = TowersConfig(towers=(TowerConfig(vit=TOWER), TowerConfig(vit=TOWER)), image=24)
-        config = config.with_(tower=towers, connector=ProjectorConfig(reads=32, gives=32))
+        config = config.with_(
+            tower=towers, connector=ProjectorConfig(reads=32, gives=32), mean=(0.0,) * 3, std=(1.0,) * 3
+        )
     plain, placed = made(config), VLM(config.with_(place=True)).eval()
     missing = placed.load_state_dict(plain.state_dict(), strict=False).missing_keys
     assert missing == ["place.table"] and not placed.place.table.any()

@@ -172,7 +172,8 @@ def test_what_reads_fewer():
 
 def test_two_towers_are_pooled():
     towers = TowersConfig(towers=(TowerConfig(vit=TOWER), TowerConfig(vit=BARE)), image=24)
-    whole = WHOLE | {"tower": towers, "connector": ProjectorConfig(reads=32, gives=32)}
+    apart = {"tower": towers, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    whole = WHOLE | apart | {"connector": ProjectorConfig(reads=32, gives=32)}
     packed_is_alone(made(VLMConfig(**whole, reduce=CellsConfig(keep=9))), pictures((24, 24), (30, 50)))
     with pytest.raises(ConfigError, match="one ViT"):
         VLMConfig(**whole, reduce=KINDS["vispruner"])

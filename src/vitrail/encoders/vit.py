@@ -150,6 +150,24 @@ class ViT(nn.Module):
         self.pooler = AttentionPool(block) if config.pool == "attention" else None
         self.head = nn.Linear(width, config.head) if config.head else None
 
+    @torch.no_grad()
+    def read_through(self, scale: Sequence[float], offset: Sequence[float]) -> None:
+        """Make x be read as scale · x + offset was, channel by channel: the same features of other pixels."""
+        weight, bias = self.embed.proj.weight, self.embed.proj.bias
+        by_channel = weight.double().unflatten(1, (self.config.channels, -1))  # (D, C, P·P)
+        scales, offsets = (weight.new_tensor(values, dtype=torch.float64)[:, None] for values in (scale, offset))
+        constant = (by_channel * offsets).sum((1, 2))  # (D,), of every patch alike
+        if bias is not None:
+            bias.add_(constant)
+        elif self.positions is not None:
+            self.positions.table[self.positions.prefix :] += constant.to(weight.dtype)
+        elif constant.any():
+            raise ConfigError(
+                "this tower reads pixels of other levels, and has neither a bias nor positions to hold the difference",
+                "set patch_bias = true",
+            )
+        weight.copy_((by_channel * scales).flatten(1))
+
     def forward(
         self, pixels: Tensor, grids: Grids | None = None, *, layer: int | None = None, masked: Tensor | None = None
     ) -> Tensor:

@@ -7,16 +7,21 @@ nobody knows, so that an export cannot claim anything.
 Of vision-language models none of this is kept: their config itself says how pictures are prepared.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+from vitrail.encoders import Towers, ViT
+from vitrail.errors import ConfigError
 from vitrail.evals.viewer import Tower, tower_of
 from vitrail.hub.family import Family
 from vitrail.hub.files import read_json, write_json
 from vitrail.processing import footage
-from vitrail.processing.preprocessing import FILE, WHOLE, Preprocessing, said
+from vitrail.processing.images import NORMS, Norm
+from vitrail.processing.preprocessing import FILE, WHOLE, Preprocessing, levels_of, said
 
 KEPT = "prepared"  # the attribute of a model: what its folder said, {} if nobody knows; none if it was made here
 
@@ -49,10 +54,50 @@ def remember(model: nn.Module, folder: Path, *, own: bool) -> None:
         setattr(model, KEPT, found)
 
 
-def forget(model: nn.Module) -> None:
-    """For a model that was loaded and then trained on pictures prepared as ours are."""
+OURS = NORMS["half"]  # what all models that are made here read
+
+
+def levels(model: nn.Module, part: nn.Module | None = None) -> Norm | None:
+    """What a model's tower, or a part of it, reads pixels of 0 … 1 by; None where nobody knows."""
+    config: Any = getattr(model, "config", None)
+    about = getattr(model, KEPT, None)
+    if hasattr(config, "policy"):
+        tower: Any = model.tower
+        several = zip(tower.towers, tower.config.towers, strict=True) if isinstance(tower, Towers) else ()
+        own = (Norm(one.mean, one.std) for each, one in several if part is each)
+        return next(own, Norm(config.mean, config.std))
+    if about is None:
+        return OURS
+    if "timm" in about and "image_mean" not in about:
+        about = {f"image_{key}": list(about["timm"][key]) for key in ("mean", "std") if key in about["timm"]}
+    if "image_mean" not in about and about.get("do_normalize", True):
+        return None
+    mean, std, rescale = levels_of(about)
+    most = 255 * rescale
+    return Norm(tuple(x / most for x in mean), tuple(x / most for x in std))
+
+
+def read_as(model: nn.Module, tower: object, wanted: Norm) -> None:
+    """Make a model that was loaded read pixels of other levels, those of training, and give the same features: the
+    difference goes into its tower's first layer. Nothing is then kept of how its folder prepared pictures."""
+    found = levels(model)
     if hasattr(model, KEPT):
         delattr(model, KEPT)
+    if found is None:
+        sys.stderr.write("how the pictures of what is started from were prepared is not said: taken as they come\n")
+        return
+    if found == OURS:  # of any number of channels
+        found = Norm(*(level[:1] * len(wanted.mean) for level in OURS))
+    scale = [w / f for w, f in zip(wanted.std, found.std, strict=True)]
+    offset = [(w - f) / s for w, f, s in zip(wanted.mean, found.mean, found.std, strict=True)]
+    if np.allclose(scale, 1) and np.allclose(offset, 0):
+        return
+    if not isinstance(tower, ViT):
+        raise ConfigError(
+            f"a {type(tower).__name__} reads pixels less {found.mean} by {found.std}, and is shown others",
+            f"start from one that reads {wanted.mean} and {wanted.std}",
+        )
+    tower.read_through(scale, offset)
 
 
 def keep(model: nn.Module, folder: Path) -> None:

@@ -113,8 +113,8 @@ def _pillow_allows(max_pixels: int) -> Iterator[None]:
 class Norm(NamedTuple):
     """Mean and standard deviation a channel, of values in 0…1."""
 
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 NORMS = {

@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "vitrail.cli.eval:app",
-        "Test contrastive, vision, language, unified and world models and towers: own suites, 19 + 5 benchmarks.",
+        "Test contrastive, vision, language, unified and world models and towers: own suites, 21 + 5 benchmarks.",
         "vitrail eval out/clip/final zeroshot --data cifar10",
     ),
     "export": Command(

@@ -56,7 +56,7 @@ def evaluate(
         zeroshot, retrieval, probe, winoground, aro, questions, naming, needle,
         stress, drawing, dpg, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
-        hallusionbench, mmbench, winoground, aro, captions, chair, refcoco,
+        hallusionbench, mmbench, mmmu, realworldqa, winoground, aro, captions, chair, refcoco,
         charades, qvhighlights or activitynet; or one of words alone, which
         takes it too: arc, hellaswag, piqa, siqa or winogrande.
     words

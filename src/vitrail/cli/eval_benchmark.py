@@ -50,8 +50,8 @@ def benchmark(
     Parameters
     ----------
     name
-        vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme, hallusionbench, mmbench, winoground, aro,
-        captions, chair, refcoco, charades, qvhighlights or activitynet.
+        vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme, hallusionbench, mmbench, mmmu,
+        realworldqa, winoground, aro, captions, chair, refcoco, charades, qvhighlights or activitynet.
     model
         A vision-language model or a unified one: a folder or a hub id.
     data

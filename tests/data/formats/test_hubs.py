@@ -80,6 +80,20 @@ ROWS = {
         {"index": 241, "question": "Which?", "hint": "nan", "answer": "B", "A": "a ball", "B": "a card", "C": "nan",
          "D": "nan", "category": "identity", "image": CARD, "source": "x", "L2-category": "y", "split": "dev"},
     ],
+    "mmmu": [  # as MMMU/MMMU: options are a list written as text, and pictures that are not there are empty
+        {"id": "validation_Art_Theory_7", "question": "Which, <image 1>?", "options": "['a ball', \"a card's\"]",
+         "explanation": "", "image_1": CARD, "image_2": None, "img_type": "['Paintings']", "answer": "B",
+         "topic_difficulty": "Easy", "question_type": "multiple-choice", "subfield": "Drawing"},
+        {"id": "validation_Math_12", "question": "How much is <image 2> less <image 1>?", "options": "[]",
+         "explanation": "", "image_1": CARD, "image_2": COAT, "img_type": "[]", "answer": "['5.75', '5 3/4']",
+         "topic_difficulty": "Hard", "question_type": "open", "subfield": "Numbers"},
+    ],
+    "realworldqa": [
+        {"image": CARD, "image_path": "0.webp", "answer": "B", "question":
+         "Which way?\n\nA. Left\nB. Right, or up\nPlease answer directly with only the letter of the correct option."},
+        {"image": CARD, "image_path": "1.webp", "answer": "Two",
+         "question": "How many?\nPlease answer directly with a single word or number."},
+    ],
     "coco-captions": [
         {"question_id": "a.jpg", "image": CARD, "question": "Caption?", "answer": ["a card", "a teal card"], "id": 7},
     ],
@@ -114,6 +128,7 @@ def test_each_is_known_by_its_columns_and_read(tmp_path, kind):
         ("ocrvqa", ["sandra boynton "], 1, ["Sandra Boynton."]),
         ("pope", ["yes", "yes"], 1, ["no", "no"]), ("mme", ["yes", "no"], 200, ["no", "yes"]),
         ("hallusionbench", ["yes", "yes"], 1, ["no", "no"]), ("mmbench", ["B"], 1, ["A"]),
+        ("mmmu", ["B", "It is 5.754"], 1, ["A", "5.7"]), ("realworldqa", ["(B)", "two."], 1, ["left", "three"]),
         ("refcoco", ['{"bbox_2d": [0, 1, 3, 3]}'], 1, ['{"bbox_2d": [4, 1, 6, 3]}']),
         ("winoground", ["A", "B", "A", "B"], 1, ["B", "B", "A", "A"]),
     ],
@@ -160,6 +175,7 @@ def test_a_row_may_ask_several_questions(tmp_path, make):
         ({"choices": ["a ball", "a card", "a cat"], "answer": 2, "hint": "Look."}, None, "C"),  # ScienceQA
         ({"choice_a": "a ball", "choice_b": "a card", "answer": "A", "question_id": "7"}, None, "A"),  # SEED-Bench
         ({"A": "a ball", "B": "a card", "answer": "B", "index": 5}, None, "B"),  # MMStar in MMBench's form
+        ({"options": "['a ball', 'a card']", "answer": "B"}, {"A": "a ball", "B": "a card"}, "B"),  # written as text
     ],
 )
 def test_options_come_in_columns_or_lists(tmp_path, columns, choices, answer):
@@ -169,6 +185,49 @@ def test_options_come_in_columns_or_lists(tmp_path, columns, choices, answer):
     assert sample.answers == (answer,) and list(sample.choices) == list("ABC"[: len(sample.choices)])
     assert choices is None or sample.choices == choices
     assert sample.hint == columns.get("hint", "")
+
+
+def test_options_may_stand_in_the_question(tmp_path):
+    """MMStar, as its authors keep it."""
+    question = "Which is it?\nOptions: A: a ball, B: a card, C: one of these, D: said he, D: a cat, or a dog"
+    row = {"index": 5, "question": question, "image": CARD, "answer": "D", "category": "x", "l2_category": "y",
+           "meta_info": {"source": "MMBench"}}  # fmt: skip
+    path = write(tmp_path / "val.parquet", [row])
+    assert guess(path) == "mmbench"
+    (sample,) = open_format("mmbench", path)
+    wanted = {"A": "a ball", "B": "a card", "C": "one of these", "D": "said he, D: a cat, or a dog"}
+    assert sample.choices == wanted and sample.turns[0].text == "Which is it?" and sample.answers == ("D",)
+    with pytest.raises(DataError, match="has no options"):
+        open_format("mmbench", write(tmp_path / "other.parquet", [row | {"question": "Which is it?"}]))
+
+
+@pytest.mark.parametrize("options", ["['a', 'b'", "a, b", "{'a': 1}", "[['a'], ['b']]", "__import__('os')", "[]" * 99])
+def test_what_is_no_list_of_options_is_refused(tmp_path, options):
+    row = {"question": "Which?", "image": CARD, "options": options, "answer": "B"}
+    with pytest.raises(DataError, match="no list of texts"):
+        open_format("mmbench", write(tmp_path / "test.parquet", [row]))
+    with pytest.raises(DataError, match="more than there are letters"):
+        open_format("mmbench", write(tmp_path / "many.parquet", [row | {"options": str(["x"] * 27)}]))
+
+
+def test_mmmu_shows_what_its_words_speak_of(tmp_path):
+    """And asks what has no options for a word."""
+    row, (first, second) = benchmark("mmmu"), ROWS["mmmu"]
+    samples = row.read(write(tmp_path / "validation.parquet", [first, second]), circular=True)
+    assert [len(sample.pictures) for sample in samples] == [1, 1, 2]
+    assert [sample.answers for sample in samples] == [("B",), ("A",), ("5.75", "5 3/4")]
+    assert [sample.notes["category"] for sample in samples] == ["Art_Theory", "Art_Theory", "Math"]
+    assert "option's letter" in row.question(samples[0]) and "word or phrase" in row.question(samples[2])
+    assert samples[2].pictures == (CARD["bytes"], COAT["bytes"])
+    found = {score.title: score.value for score in row.score(samples, ["B", "A", "none"])}
+    assert found["accuracy"] == pytest.approx(2 / 3) and found["circular accuracy"] == 0.5 and found["no option"] == 0
+    unknown = write(tmp_path / "test.parquet", [first | {"answer": "?"}])
+    assert open_format("mmmu", unknown)[0].answers == ()
+    with pytest.raises(DataError, match="speaks of a picture that it has not"):
+        rows = [first | {"question": "Is <image 1> like <image 2>?"}, second]
+        open_format("mmmu", write(tmp_path / "dev.parquet", rows))[0].image()
+    with pytest.raises(DataError, match="'E' is none of A, B"):
+        open_format("mmmu", write(tmp_path / "odd.parquet", [first | {"answer": "E"}]))
 
 
 def test_several_pictures_a_row(tmp_path):

@@ -98,6 +98,17 @@ def test_mmbench(make):
     assert second.pictures == first.pictures
 
 
+def test_a_cell_may_hold_several_pictures(make):
+    """MMMU as VLMEvalKit keeps it."""
+    made = make("mmbench")
+    text = made.path.read_text()
+    picture = text.splitlines()[1].split("\t")[-1]
+    made.path.write_text(text.replace(picture, f"['{picture}', '{picture}']", 1))
+    sample = open_format("mmbench", made.path)[0]
+    assert len(sample.pictures) == 2 and sample.pictures[0] == sample.pictures[1] and sample.image(1).size == (8, 6)
+    assert [part.kind for part in sample.turns[0].parts] == ["image", "image", "text"]
+
+
 def test_mmbench_finds_rows_again_after_marks_letters_and_line_ends(make):
     made = make("mmbench")
     want = list(open_format("mmbench", made.path))

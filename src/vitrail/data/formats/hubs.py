@@ -1,7 +1,8 @@
 """Benchmarks in the columns that the hubs keep them in, as parquet: the same samples as of their own files."""
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from vitrail.data.formats import hallusion
 from vitrail.data.formats.documents import Cover
 from vitrail.data.formats.files import Id, folder_for
 from vitrail.data.formats.masks import Instance
+from vitrail.data.formats.options import lettered, listed, within
 from vitrail.data.formats.parquet import Table, is_parquet
 from vitrail.data.formats.sample import Sample, Samples, asked
 from vitrail.data.formats.texts import ArcColumns, HellaSwag, Piqa, Siqa, WinoGrande
@@ -175,29 +177,78 @@ class _Captioned(msgspec.Struct):
         return Sample(id=name, pictures=shown, captions=tuple(said))
 
 
+class _Mmmu(msgspec.Struct):
+    """Pictures come first, and the words say which is which, <image 1>, as lmms-eval asks it."""
+
+    id: Id
+    question: str
+    options: list[str] | str
+    answer: str | list[str] = ""
+    question_type: str = ""
+    subfield: str = ""
+    topic_difficulty: str = ""
+
+    @property
+    def shown(self) -> list[str]:
+        """The columns of its pictures: those that the words speak of."""
+        said = re.findall(r"<image (\d)>", f"{self.question} {self.options}")
+        return [f"image_{n}" for n in sorted(set(said))] or ["image_1"]
+
+    def sample(self, shown: Shown) -> Sample:
+        found = {} if self.question_type == "open" else lettered(listed(self.options))
+        told = listed(self.answer) if str(self.answer).startswith("[") else [str(self.answer)]
+        answers = tuple(answer for answer in told if answer not in ("", "?"))  # that of a test is not told
+        _refuse_stranger(answers, found)
+        subject = re.fullmatch(r"[a-z]+_(.+)_\d+", str(self.id))
+        notes = {"category": subject[1] if subject else "", "subfield": self.subfield, "hard": self.topic_difficulty}
+        turns = asked(self.question, len(shown))
+        return Sample(id=str(self.id), pictures=shown, turns=turns, answers=answers, choices=found, notes=notes)
+
+
+class _RealWorldQa(msgspec.Struct):
+    """Some questions have options, within them, and others a word or a number for an answer."""
+
+    question: str
+    answer: str
+
+    def sample(self, shown: Shown) -> Sample:
+        question, found = within(self.question)
+        _refuse_stranger((self.answer,), found)
+        return Sample(id="", pictures=shown, turns=asked(question, len(shown)), answers=(self.answer,), choices=found)
+
+
+def _refuse_stranger(answers: Sequence[str], choices: Mapping[str, str]) -> None:
+    wrong = next((answer for answer in answers if choices and answer not in choices), None)
+    if wrong is not None:
+        raise DataError(f"the answer {wrong!r:.80} is none of {', '.join(choices)}", "leave that row out")
+
+
 def _choice(row: Mapping[str, Any], shown: Shown) -> Sample:
-    """MMBench's columns A, B, …, SEED's `choice_a`, …, or a list of `options` (AI2D) or `choices` (ScienceQA), whose
-    answer is a letter or a number."""
-    listed = row.get("options") or row.get("choices")
-    if listed:
-        texts = dict(zip(ascii_uppercase, listed, strict=False))
+    """MMBench's columns A, B, …, SEED's `choice_a`, …, a list of `options` (AI2D) or `choices` (ScienceQA), or options
+    within the question (MMStar), whose answer is a letter or a number."""
+    question = str(row["question"])
+    if several := row.get("options") or row.get("choices"):
+        texts = lettered(listed(several))
     else:
         columns = ((letter, row.get(letter) or row.get(f"choice_{letter.lower()}")) for letter in ascii_uppercase)
-        texts = {letter: text for letter, text in columns if text and str(text) != "nan"}
+        texts = {letter: str(text) for letter, text in columns if text and str(text) != "nan"}
+    if not texts:
+        question, texts = within(question)
     told = row.get("answer")
     answer = "" if told is None else str(told).strip()
     answer = ascii_uppercase[int(answer)] if answer.isdecimal() and int(answer) < len(texts) else answer
-    if answer and answer not in texts:
-        raise DataError(f"the answer {answer!r:.80} is none of {', '.join(texts)}", "leave that row out")
+    if not texts:
+        raise DataError(f"the question {question!r:.80} has no options", "leave that row out")
+    _refuse_stranger((answer,) if answer else (), texts)
     number = next((row[name] for name in ("index", "question_id") if row.get(name) is not None), "")
     hint = row.get("hint")
     kept = ("category", "l2_category", "L2-category", "source", "data_type", "subject")
     return Sample(
         id=str(number),
         pictures=shown,
-        turns=asked(str(row["question"]), len(shown)),
+        turns=asked(question, len(shown)),
         answers=(answer,) if answer else (),
-        choices={letter: str(text) for letter, text in texts.items()},
+        choices=texts,
         hint="" if hint is None or str(hint) == "nan" else str(hint),
         notes={name: row[name] for name in kept if row.get(name) is not None},
     )
@@ -228,10 +279,12 @@ KINDS: dict[str, _Kind] = {
     "vqa": _Kind(_Vqa, "question_id question question_type image"),
     "ocrbench": _Kind(_OcrBench, "dataset question question_type answer image"),
     "ocrvqa": _Kind(_OcrVqa, "image_id questions answers image"),
+    "mmmu": _Kind(_Mmmu, "id question options question_type image_1", tuple(f"image_{n}" for n in range(1, 8))),
     "mmbench": _Kind(None, "question image"),
     "pope": _Kind(_Pope, "question_id question answer image_source category image"),
     "mme": _Kind(_Mme, "question_id question answer category image"),
     "chartqa": _Kind(_ChartQa, "type question answer image"),
+    "realworldqa": _Kind(_RealWorldQa, "question answer image"),
     "coco-captions": _Kind(_Captioned, "image"),
     "arc": _Kind(ArcColumns, "id question choices answerKey", ()),
     "hellaswag": _Kind(HellaSwag, "activity_label ctx_a ctx_b endings", ()),
@@ -239,7 +292,7 @@ KINDS: dict[str, _Kind] = {
     "siqa": _Kind(Siqa, "context question answerA answerB answerC", ()),
     "winogrande": _Kind(WinoGrande, "sentence option1 option2", ()),
 }
-_OPTIONS = ({"A", "B"}, {"choice_a", "choice_b"}, {"options"}, {"choices"})
+_OPTIONS = ({"A", "B"}, {"choice_a", "choice_b"}, {"options"}, {"choices"}, {"l2_category"})  # the last: MMStar
 _CAPTIONS = ("answer", "caption", "annotations_captions")
 
 
@@ -259,6 +312,8 @@ def _fits(name: str, columns: set[str]) -> bool:
     if name == "mmbench" and not any(some <= columns for some in _OPTIONS):
         return False
     if name == "coco-captions" and not any(some in columns for some in _CAPTIONS):
+        return False
+    if name == "realworldqa" and "question_id" in columns:  # captions, whose question is always the same
         return False
     return columns.issuperset(KINDS[name].known.split())
 
@@ -321,7 +376,11 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _inside(table: Table, columns: tuple[str, ...], n: int, row: Any) -> Shown:
-    return tuple(one for column in columns for one in table.pictures(n, column))
+    columns = getattr(row, "shown", columns)  # which of them a row speaks of
+    found = [table.pictures(n, column) for column in columns]
+    if len(columns) > 1 and not all(found):
+        raise DataError(f"{table.path}, row {n} speaks of a picture that it has not", "leave that row out")
+    return tuple(one for some in found for one in some)
 
 
 def _apart(path: Path, pictures: str | Path | None, anywhere: bool, picture: str) -> Callable[[int, _Gqa], Shown]:

@@ -56,6 +56,8 @@ KINDS: dict[str, Kind] = {
     "aro": Kind(open_aro, ("[].image_path [].true_caption [].false_caption",)),
     "pope": Kind(open_pope, ("[].question_id [].image [].text [].label", "/pope")),
     "mmbench": Kind(open_mmbench, ("|index |question |image |A |B",)),
+    "mmmu": Kind(partial(open_columns, "mmmu"), ()),  # parquet alone, as is the next
+    "realworldqa": Kind(partial(open_columns, "realworldqa"), ()),
     "mme": Kind(open_mme, ("|index |question |image |answer", "/questions")),
     "charades-sta": Kind(open_charades, ("##",)),
     "qvhighlights": Kind(open_qvhighlights, ("[].qid [].query [].vid",)),

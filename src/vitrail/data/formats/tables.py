@@ -3,6 +3,7 @@
 import base64
 import binascii
 import csv
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,15 +35,16 @@ class Table(NamedTuple):
     rows: list[Place]
     by_index: dict[str, int]
 
-    def picture(self, row: Place) -> bytes:
-        """The bytes of a row's picture, read again from the file: pictures are not kept in memory."""
+    def pictures(self, row: Place) -> tuple[bytes, ...]:
+        """The bytes of a row's picture, or of several (MMMU), read again from the file: they are not kept in memory."""
         cell = self._cell(row)
         if len(cell) <= _REFERENCE and cell in self.by_index:
             cell = self._cell(self.rows[self.by_index[cell]])
         if not cell:
             raise DataError(f"{self.path}, line {row.line} has no picture", "leave that line out")
+        cells = re.findall(r"'([^']*)'", cell) if cell.startswith("[") else [cell]
         try:
-            return base64.b64decode(cell, validate=True)
+            return tuple(base64.b64decode(one, validate=True) for one in cells)
         except (binascii.Error, ValueError) as error:
             raise DataError(
                 f"{self.path}, line {row.line}: the picture is no base64: {error}", "download the file again"
@@ -130,8 +132,8 @@ def _choice(table: Table, row: Place) -> Sample:
         )
     return Sample(
         id=name,
-        pictures=(table.picture(row),),
-        turns=asked(question),
+        pictures=(shown := table.pictures(row)),
+        turns=asked(question, len(shown)),
         answers=(answer,) if answer else (),
         choices=choices,
         hint=hint,

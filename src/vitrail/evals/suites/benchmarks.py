@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from vitrail.data.formats import Sample, Samples, open_format
 from vitrail.data.formats.sample import asked
 from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.evals.metrics.answers import exact
 from vitrail.evals.metrics.chair import COCO_PHRASES, Things
 from vitrail.evals.metrics.choice import turned
+from vitrail.evals.metrics.opened import opened
 from vitrail.evals.metrics.paired import Paired, paired
 from vitrail.evals.metrics.spoken import spoken
 from vitrail.evals.shares import Score
@@ -50,6 +52,7 @@ class Benchmark(NamedTuple):
     parts    the note that models are also compared by
     unread   which answers could not be read
     weighed  how it is asked where options are chosen by their likelihood; empty where there are none
+    bare     how a sample without options is asked, where others have some
     """
 
     format: str
@@ -63,6 +66,7 @@ class Benchmark(NamedTuple):
     parts: str = ""
     unread: Callable[..., list[bool]] | None = None
     weighed: str = ""
+    bare: str = ""
 
     def read(self, path: str | Path, *, limit: int | None = None, circular: bool = False, **options: Any) -> Samples:
         """The samples as they are asked. `options` are the format's; `limit` takes so many at most, drawn alike,
@@ -94,7 +98,8 @@ class Benchmark(NamedTuple):
             "hint": sample.hint,
         }
         try:
-            text = (self.prompt if prompt is None else prompt).format(**said)
+            own = self.bare if self.bare and not sample.choices else self.prompt
+            text = (own if prompt is None else prompt).format(**said)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             fields = ", ".join(f"{{{name}}}" for name in said)
             raise ConfigError(f"the prompt {prompt!r} cannot be filled in: {error}", f"it may use {fields}") from None
@@ -197,7 +202,7 @@ def circle(samples: Samples, turns: bool = False) -> Samples:
     `notes["circle"]` is alike for those of one question."""
     rows = [(n, 0) for n in range(len(samples))]
     if turns:
-        rows = [(n, turn) for n, sample in enumerate(samples) for turn in range(len(sample.choices))]
+        rows = [(n, turn) for n, sample in enumerate(samples) for turn in range(max(1, len(sample.choices)))]
 
     def make(row: tuple[int, int]) -> Sample:
         sample, turn = samples[row[0]], row[1]
@@ -291,6 +296,14 @@ def _when(kind: str) -> Benchmark:
     return Benchmark(kind, WHEN, moments.localised, moments.overlaps, _SPANS, unread=moments.unread)
 
 
+def _mixed(kind: str, rule: choices.Rule) -> Benchmark:
+    """Multiple choice, with questions among them that have an answer of their own."""
+    score, each = choices.choices_or(rule), choices.chosen_or(rule)
+    return Benchmark(
+        kind, LETTER, score, each, unfold=circle, whole=_circle_of, parts="category", unread=choices.unread, bare=SHORT
+    )
+
+
 BENCHMARKS: dict[str, Benchmark] = {
     "vqav2": Benchmark(
         "vqa", SHORT, short.averaged("accuracy", short.softly, "answers", "answer_type"), short.softly,
@@ -319,6 +332,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         "mmbench", LETTER, choices.choices, choices.chosen, unfold=circle, whole=_circle_of, parts="category",
         unread=choices.unread, weighed=ALONE,
     ),
+    "mmmu": _mixed("mmmu", opened),
+    "realworldqa": _mixed("realworldqa", exact),
     "winoground": Benchmark(
         "winoground", LETTER, choices.pairs, choices.chosen, unfold=_both_ways, parts="side", unread=choices.unread,
         weighed=CAPTION,

@@ -1,5 +1,6 @@
-"""Multiple choice: MMBench and its like, Winoground."""
+"""Multiple choice: MMBench and its like, MMMU and RealWorldQA with open answers among them, Winoground."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vitrail.evals.metrics.choice import letter
@@ -17,8 +18,35 @@ def chosen(sheet: Sheet, said: Said) -> Values:
 def choices(sheet: Sheet, said: Said) -> list[Score]:
     """The share of right options and, where the file or `circular` asks a question in several orders, of questions that
     are right in all; then how often no option could be read."""
-    right, circles = chosen(sheet, said), sheet.noted("circle")
-    chances = [1 / len(sample.choices) for sample in sheet.samples]
+    return _scored(sheet, said, chosen(sheet, said))
+
+
+Rule = Callable[[str, Sequence[str]], float]
+
+
+def chosen_or(rule: Rule) -> Callable[[Sheet, Said], Values]:
+    """The same of questions of which some have no options: their answers are right by a rule."""
+
+    def each(sheet: Sheet, said: Said) -> Values:
+        rows = zip(said, sheet.samples, sheet.truths, strict=True)
+        return [
+            float(letter(answer, sample.choices) == truths[0]) if sample.choices else rule(answer, truths)
+            for answer, sample, truths in rows
+        ]
+
+    return each
+
+
+def choices_or(rule: Rule) -> Callable[[Sheet, Said], list[Score]]:
+    def score(sheet: Sheet, said: Said) -> list[Score]:
+        return _scored(sheet, said, chosen_or(rule)(sheet, said))
+
+    return score
+
+
+def _scored(sheet: Sheet, said: Said, right: Values) -> list[Score]:
+    circles = sheet.noted("circle")
+    chances = [1 / len(sample.choices) if sample.choices else 0.0 for sample in sheet.samples]
     whole, *rest = parted("accuracy", right, sheet, "category", sheet.noted("category"), binary=True)
     scores = [replace(whole, beside={"chance": sum(chances) / len(chances)}), *rest]
     if len(set(circles)) < len(circles):
@@ -32,7 +60,8 @@ def choices(sheet: Sheet, said: Said) -> list[Score]:
 
 
 def unread(sheet: Sheet, said: Said) -> list[bool]:
-    return [letter(answer, sample.choices) is None for answer, sample in zip(said, sheet.samples, strict=True)]
+    rows = zip(said, sheet.samples, strict=True)
+    return [bool(sample.choices) and letter(answer, sample.choices) is None for answer, sample in rows]
 
 
 def pairs(sheet: Sheet, said: Said) -> list[Score]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vitrail.generate.masked import gumbel, hide_least, still_hidden
+from vitrail.generate.masked import gumbel, hide_least, settles, still_hidden
 
 
 @pytest.mark.parametrize("steps", [1, 2, 8, 25])
@@ -15,6 +15,15 @@ def test_the_schedule_is_the_papers(steps):
         wanted = [math.ceil(math.cos(math.pi / 2 * (step + 1) / steps) * n - 1e-6) for n in total.tolist()]
         assert still_hidden(total, step, steps).tolist() == wanted
     assert still_hidden(total, steps - 1, steps).tolist() == [0, 0]
+
+
+def test_passes_that_settle_nothing_are_known():
+    assert settles(torch.tensor([144]), 24) == [False] + [True] * 23
+    assert settles(torch.tensor([64]), 8) == [True] * 8
+    few = settles(torch.tensor([6, 0]), 24)
+    assert sum(few) == 6 and few[-1]  # one code after another
+    assert sum(settles(torch.tensor([6, 144]), 24)) == 23  # a row that goes on takes the others along
+    assert settles(torch.tensor([0]), 4) == [False] * 4
 
 
 def test_the_least_sure_stay_hidden_and_what_is_settled_stays():

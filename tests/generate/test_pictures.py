@@ -96,7 +96,8 @@ def test_what_is_given_stays(order, seed, share, steps):
 
 
 def test_masked_drawing_settles_by_the_cosine():
-    """After step s of S, ⌈cos(π/2 · (s + 1)/S) · N⌉ codes are still hidden, and those settled never change."""
+    """After step s of S, ⌈cos(π/2 · (s + 1)/S) · N⌉ codes are still hidden, and those settled never change; a step
+    that settles none is not made."""
     model = made("masked")
     prompts, counts, _ = asked(model)
     seen, plain = [], model.drawn
@@ -108,11 +109,27 @@ def test_masked_drawing_settles_by_the_cosine():
     model.drawn = drawn
     final = draw(model, prompts, counts, PLAIN.with_(steps=5))
     left = [int(hidden[0].sum()) for _, hidden in seen]
-    assert left == [9, *(math.ceil(math.cos(math.pi / 2 * (s + 1) / 5) * 9) for s in range(4))]
+    wanted = [9, *(math.ceil(math.cos(math.pi / 2 * (s + 1) / 5) * 9) for s in range(4))]
+    assert wanted == [9, 9, 8, 6, 3] and left == [9, 8, 6, 3]
     for ids, hidden in seen:
         assert torch.equal(ids[~hidden], final[~hidden])
     for (_, before), (_, after) in itertools.pairwise(seen):
         assert (after <= before).all()
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_passes_that_settle_nothing_are_not_made_and_change_nothing(guidance, monkeypatch):
+    model = made("masked")
+    prompts, counts, codes = asked(model)
+    open_ = torch.zeros_like(codes, dtype=torch.bool)
+    open_[0, 0, :2] = open_[1, 1, :1] = True
+    how = Drawing(guidance=guidance, steps=20, sampling=Sampling(seed=5))
+    passes, plain = [], model.hidden
+    monkeypatch.setattr(model, "hidden", lambda laid: passes.append(1) or plain(laid))
+    found = draw(model, prompts, counts, how, given=(codes, ~open_))
+    assert len(passes) <= 3  # of three codes in two rows
+    monkeypatch.setattr("vitrail.generate.pictures.settles", lambda total, steps: [True] * steps)
+    assert torch.equal(draw(model, prompts, counts, how, given=(codes, ~open_)), found) and len(passes) > 20
 
 
 def test_one_pass_of_greedy_is_what_is_likeliest():

@@ -203,6 +203,20 @@ def test_what_cannot_be_is_refused():
             Rolling(**wrong)
 
 
+def test_passes_that_settle_nothing_are_not_made_and_change_nothing(monkeypatch):
+    passes, rolling = [], Rolling(steps=12, sampling=SEEDED)
+
+    def say(ids: Tensor, hidden: Tensor) -> Tensor:
+        passes.append(1)
+        return torch.where(hidden, 0, ids)[..., None] * torch.arange(16.0)
+
+    empty, chance = torch.zeros(3, 1, 2, 2, dtype=torch.long), torch.rand(3, 12, 2, 4)
+    found = draw_frame(say, empty, rolling, chance)
+    assert len(passes) == 4
+    monkeypatch.setattr("vitrail.generate.rollout.settles", lambda total, steps: [True] * steps)
+    assert torch.equal(draw_frame(say, empty, rolling, chance), found) and len(passes) == 16
+
+
 def test_codes_are_settled_in_any_order_unless_told():
     """The surest are those that did not change: settled first, they copy the last frame."""
     assert Rolling().order == "random"

@@ -17,6 +17,13 @@ def still_hidden(total: Tensor, step: int, steps: int) -> Tensor:
     return torch.ceil(torch.cos(torch.tensor(math.pi / 2 * (step + 1) / steps)) * total).long()
 
 
+def settles(total: Tensor, steps: int) -> list[bool]:
+    """Of each pass, whether it settles a code of any row (B,): those that settle none need not be made. With as many
+    passes as a picture has codes, and where few codes are open, the cosine has many of them."""
+    left = torch.stack([total, *(still_hidden(total, step, steps) for step in range(steps))])  # (steps + 1, B)
+    return (left[1:] < left[:-1]).any(1).tolist()
+
+
 def gumbel(chance: Tensor) -> Tensor:
     """Chance in [0, 1) as noise to add to log-probabilities."""
     return -(-(chance.clamp(1e-12, 1 - 1e-12)).log()).log()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
-from vitrail.generate.masked import gumbel, hide_least, still_hidden
+from vitrail.generate.masked import gumbel, hide_least, settles, still_hidden
 from vitrail.generate.sampling import Dice, Sampling, choose, shape
 from vitrail.models.unified import DRAW, Unified
 
@@ -130,7 +130,11 @@ def _by_and_by(
     chance = Dice(B, drawing.sampling.seed, ids.device)
     hidden, total = open_, open_.flatten(1).sum(1)  # (B, h, w), (B,)
     words = model.words(prompts, counts)
-    for step in range(drawing.steps):
+    for step, settling in enumerate(settles(total, drawing.steps)):
+        if not settling:  # what it would have drawn stays hidden; its chance is used up, so that a seed draws the same
+            for _ in range(len(model.head.sizes) + 1):
+                chance.roll(h * w)
+            continue
         rows = (torch.cat([x, x]) if twice else x for x in (ids, hidden))
         laid = model.lay(words, model.drawn(*rows))
         found, sure = _codes(model, model.drawing_states(laid, model.hidden(laid)), drawing, chance)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError, DataError
-from vitrail.generate.masked import gumbel, hide_least, still_hidden
+from vitrail.generate.masked import gumbel, hide_least, settles, still_hidden
 from vitrail.generate.sampling import Dice, Sampling, choose, shape
 from vitrail.models.genie import Genie
 from vitrail.nn import FrameCache, FrameRing, Frames, SpaceTime
@@ -161,7 +161,9 @@ def draw_frame(say: Say, empty: Tensor, rolling: Rolling, chance: Tensor) -> Ten
     ids, (B, _, h, w) = torch.zeros_like(empty), empty.shape
     hidden = torch.ones_like(ids, dtype=torch.bool)
     total = torch.full((B,), h * w, device=ids.device)
-    for step in range(rolling.steps):
+    for step, settling in enumerate(settles(torch.tensor([h * w]), rolling.steps)):
+        if not settling:
+            continue
         logits = say(ids, hidden).flatten(0, -2)  # (B·N, K)
         found = choose(logits, rolling.sampling, chance[:, step, 0].flatten())
         ids = torch.where(hidden, found.view_as(ids), ids)

@@ -10,11 +10,13 @@ from cyclopts import App
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import worlds
 from models import test_looking as looking
 from models import test_vlm as vlm
 from vitrail.codecs.codec import Codec
 from vitrail.codecs.presets import vit_codec
 from vitrail.codecs.quantizers import BSQConfig
+from vitrail.connectors import FusedConfig
 from vitrail.data.scenes.sprites import Atlas
 from vitrail.encoders.presets import TEXTS, VITS
 from vitrail.encoders.vit import ViT
@@ -215,11 +217,27 @@ def test_vision_language_models():
     found = shapes(vlm.made(config))
     assert list(found) == ["pixels", "tower", "soft tokens", "last hidden states"]
     assert found["tower"][0] == found["soft tokens"][0] == found["last hidden states"][0]
+    asked = FusedConfig(reads=32, gives=32, vocab=50, first=5, later=2, layers=2, width=24, heads=2, hidden=32)
+    found = shapes(vlm.made(config.with_(queries=asked)))
+    assert list(found) == ["pixels", "tower", "before the queries", "soft tokens", "last hidden states"]
+    assert found["before the queries"][0] == found["tower"][0] > found["soft tokens"][0] == 5
+    assert found["last hidden states"][0] == 5
     for kind in looking.KINDS:
         tiny = looking.KINDS[kind]
         model = LookingVLM(tiny.with_(tower=tiny.tower.with_(channels=3)))
         names = ["pixels", "tower"] + ["soft tokens"] * (tiny.connector is not None)
         assert list(shapes(model)) == names
+
+
+def test_world_models():
+    world, side = worlds.genie(), 8
+    codec = world.codec
+    assert side_of(world) == side
+    wanted = {
+        "pixels": (side**2, 3, 24, ""),
+        "codes": (math.prod(codec.config.grid), codec.quantizer.width, codec.bits, ""),
+    }
+    assert shapes(world, PICTURES[:, :, :side, :side]) == wanted
 
 
 def test_what_has_no_bottlenecks_is_refused():

@@ -17,6 +17,7 @@ from vitrail.errors import ConfigError
 from vitrail.evals.viewer import tower_of
 from vitrail.lab.information import Bottleneck
 from vitrail.models.clip import Contrastive
+from vitrail.models.genie import Genie
 from vitrail.models.looking import LookingVLM
 from vitrail.models.qlip import QLIP
 from vitrail.models.unified import Unified
@@ -32,7 +33,7 @@ def side_of(model: nn.Module) -> int:
     """Pixels of a side of the pictures that a model is shown here."""
     if isinstance(model, VLM | LookingVLM):
         return getattr(getattr(model.config, "policy", None), "size", DRAWN)
-    codec = codec_of(model)
+    codec = model.codec if isinstance(model, Genie) else codec_of(model)
     if codec is not None:
         return codec.size[0]
     return _tower(model).config.image
@@ -40,7 +41,7 @@ def side_of(model: nn.Module) -> int:
 
 def prepared_as(model: nn.Module, folder: Path) -> Preprocessing | None:
     """How the folder of a tower, or of a model with one, says that its pictures are prepared; other models know."""
-    if isinstance(model, VLM | LookingVLM) or codec_of(model) is not None:
+    if isinstance(model, VLM | LookingVLM | Genie) or codec_of(model) is not None:
         return None
     tower = _tower(model)
     return Preprocessing.read(folder, tower.config, fixed=tower is not model)
@@ -83,6 +84,9 @@ def _walk(model: nn.Module, pictures: Tensor, preprocessing: Preprocessing | Non
             yield Bottleneck("embedding", _kept(model.encode_image(pixels)[:, None]), after=after)
         case Codec():
             yield from _coded(model, model.pixels(pictures))
+        case Genie():  # its first frame: what was done since is no matter of a picture
+            found = model.codec.encode(model.codec.pixels(pictures[:, None]))
+            yield Bottleneck("codes", _kept(found.codes.flatten(1, 3)), model.codec.bits)
         case _:
             yield from _towered(model, pictures, preprocessing)
 
@@ -116,7 +120,7 @@ def _tower(model: nn.Module) -> Any:
     if not isinstance(found, ViT | Conv):
         raise ConfigError(
             f"a {type(model).__name__} has no bottlenecks that are known here",
-            "give a codec, a picture tower, a contrastive, a vision-language or a unified model",
+            "give a codec, a picture tower, a contrastive, a vision-language, a unified or a world model",
         )
     return found
 
@@ -133,12 +137,15 @@ def _seen(model: VLM | LookingVLM, picture: Tensor) -> Iterator[Bottleneck]:
             shown = model.prepare([image])
             stream = build(model.config.parts(shown.shapes[0]), model.config.rules)
             last = model.hidden(pack([stream], len(stream)), shown)[0]
+            if model.queries is not None:  # which the decoder reads, and not what the connector gives
+                kept[2:] = [model.look(shown).blocks[0]]
         else:
             last = model.look(model.prepare([image]))[0]
     finally:
         for hook in hooks:
             hook.remove()
-    for name, tokens in zip(("tower", "soft tokens"), kept, strict=False):
+    names = ("tower", "soft tokens") if len(kept) < 3 else ("tower", "before the queries", "soft tokens")
+    for name, tokens in zip(names, kept, strict=False):
         yield Bottleneck(name, _kept(tokens.flatten(0, -2)))
     if isinstance(model, VLM):
         # Features of several depths reach the decoder beside the soft tokens.

@@ -54,6 +54,22 @@ def test_um3_mixes_as_it_is_told_and_calms_down():
     assert "text-test" in mix.judge and mix.judge_first
 
 
+def test_texts_longer_than_the_context_are_refused_before_a_step():
+    with pytest.raises(ConfigError, match=r"texts of 100,000 tokens .* made for 256") as error:
+        recipe.read("smoke", {"sources.docs.length": "100000"})
+    assert "sources.docs.length" in error.value.remedy
+
+
+def test_what_is_mistyped_is_named_as_it_was_given(tmp_path):
+    with pytest.raises(ConfigError, match="Expected `int`") as error:
+        recipe.read("smoke", {"stages.0.steps": '"abc"'})
+    assert "stages.0.steps" in error.value.remedy
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"x\.json is no recipe") as error:
+        recipe.read(tmp_path / "x.json")
+    assert ".toml" in error.value.remedy
+
+
 def test_sources_of_one_atlas_share_it(monkeypatch):
     opened = []
     monkeypatch.setattr(recipe, "open_atlas", lambda name: opened.append(name) or object())

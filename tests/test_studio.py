@@ -13,11 +13,11 @@ from vitrail import hub
 from vitrail.cli import main
 from vitrail.cli.studio import draw as draw_command
 from vitrail.data.words.checks import checks
-from vitrail.errors import ConfigError, ImageError
+from vitrail.errors import ConfigError, ImageError, VitrailError
 from vitrail.generate.ahead import draw_ahead
 from vitrail.generate.answers import Reading
 from vitrail.generate.pictures import Drawing, draw
-from vitrail.generate.sampling import Sampling
+from vitrail.generate.sampling import GREEDY, Sampling
 from vitrail.generate.text import Written
 from vitrail.processing.text import Tokenizer
 from vitrail.studio import APART, DESCRIBE, Studio
@@ -195,8 +195,49 @@ def test_what_cannot_be_is_refused(studio, folder, tmp_path):
     with pytest.raises(ImageError, match=r"broken\.png"):
         studio.caption(tmp_path / "broken.png")
     hub.save(studio.model.codec, tmp_path / "codec")
-    with pytest.raises(ConfigError, match="only a unified model"):
+    with pytest.raises(ConfigError, match="no unified model"):
         Studio.load(tmp_path / "codec")
+
+
+def test_what_is_of_another_type_is_named(studio, folder):
+    a, ids = folder / "a.png", studio.tokenize(folder / "a.png")
+    assert same(studio.detokenize(ids.numpy())[0], studio.detokenize(ids)[0])
+    assert same(studio.detokenize(ids.tolist())[0], studio.detokenize(ids)[0])
+    for wrong, says in (
+        (lambda: studio.detokenize("ids"), "no table of ids"), (lambda: studio.detokenize(ids[0]), r"shape \(3, 3\)"),
+        (lambda: studio.detokenize(ids.to("meta")), "on no device"), (lambda: studio.ask(a, None), "no question"),
+        (lambda: studio.ask(a, b"hi"), "no question"), (lambda: studio.draw(None), "None is no prompt"),
+        (lambda: studio.draw(["a", 3]), "3 is no prompt"), (lambda: studio.draw("a", negative=3), "lead away"),
+        (lambda: studio.draw("a", seed="x"), "seed of 'x'"), (lambda: vitrail.load(None), "None names no model"),
+        (lambda: studio.inpaint(a, "x", (0, 1)), "2 numbers"), (lambda: studio.ask(a, "x", temprature=1), "temper"),
+        (lambda: studio.ask(a, "x", sampling=GREEDY, seed=1), "beside it"),
+        (lambda: studio.draw("a dog " * 9999), r"pass the \d+ the model was made for"),
+        (lambda: studio.draw("a", negative="a dog " * 9999), "shorten the prompt"),
+    ):  # fmt: skip
+        with pytest.raises(VitrailError, match=says):
+            wrong()
+
+
+def test_answers_are_drawn_by_name(studio, folder):
+    a, how = folder / "a.png", Sampling(temperature=2.0, seed=3)
+    assert studio.ask(a, "x", temperature=2.0, seed=3, max_new=8) == studio.ask(a, "x", sampling=how, max_new=8)
+    assert studio.ask(a, "x", seed=3, max_new=8) == studio.ask(a, "x", max_new=8)  # the likeliest has no chance in it
+
+
+def test_drawings_are_written_as_they_are_done(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("vitrail.cli.studio.AT_ONCE", 2)
+    kept, plain = [], Studio.draw
+
+    def draw(self, prompts, **how):
+        kept.append(sorted(path.name for path in tmp_path.glob("*.png")))
+        return plain(self, prompts, **how)
+
+    monkeypatch.setattr(Studio, "draw", draw)
+    draw_command("a dog", out=tmp_path / "d.png", model=str(folder / "model"), count=5, seed=7, device="cpu")
+    assert [len(some) for some in kept] == [0, 2, 4] and len(list(tmp_path.glob("*.png"))) == 5
+    studio = vitrail.load(folder / "model", device="cpu")
+    with Image.open(tmp_path / "d-4.png") as fourth:
+        assert same(fourth, plain(studio, "a dog", seed=10))
 
 
 def test_from_the_command_line(folder, tmp_path, capsys, monkeypatch):
@@ -229,6 +270,8 @@ def test_from_the_command_line(folder, tmp_path, capsys, monkeypatch):
     for wrong, says in (("x.jpg", "PNG"), ("none/x.png", "no folder")):
         assert run("draw", "a dog", "-o", tmp_path / wrong, *model)
         assert says in capsys.readouterr().err
+    assert run("draw", "a dog", "-o", tmp_path / "x.png", "--over", folder / "a.png", "--empty-box", *model)
+    assert "--empty-box" in capsys.readouterr().err
     assert run("draw", "a dog", "-o", tmp_path / "x.png", "--vary", "0.5", *model)
     assert "--over goes with" in capsys.readouterr().err
     assert not run("ask", folder / "a.png", TEXTS[0], "--show", tmp_path / "where.png", *model)

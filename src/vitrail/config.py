@@ -88,7 +88,9 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], cls: type) ->
             return error.__cause__
         wrong = re.search(r"Invalid value '(.*)' - at", text)
         kinds = [] if wrong is None else _tags_at(cls, path)
-        return ConfigError(f"{cls.__name__}: {text}", nearest(wrong.group(1), kinds) if wrong and kinds else "")
+        remedy = nearest(wrong.group(1), kinds) if wrong and kinds else ""
+        typed = re.sub(r"\[(\d+)\]", r".\1", path)  # as it is given on the command line
+        return ConfigError(f"{cls.__name__}: {text}", remedy or (f"mend {typed}" if typed else ""))
     name = unknown.group(1)
     full = f"{path}.{name}" if path else name
     return ConfigError(f"{cls.__name__} has no key {full!r}", nearest(name, _fields_at(cls, path)))

@@ -180,6 +180,13 @@ class Recipe(Config):
                 )
             choose_trainable(model, stage.train)
             group_parameters(model, stage.optim)
+            for name in (*stage.mixture.weights, *stage.judge):
+                source, context = self.sources[name], _context(model)
+                if isinstance(source, TextConfig) and context is not None and source.length > context:
+                    raise ConfigError(
+                        f"texts of {source.length:,} tokens for a model that was made for {context:,}",
+                        f"set sources.{name}.length to {context} or less, or the model's context to more",
+                    )
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -206,6 +213,8 @@ def read(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -
     if path.suffix != ".toml":
         path = folder() / f"{name_or_path}.toml"
     if not path.is_file():
+        if Path(name_or_path).exists():
+            raise ConfigError(f"{name_or_path} is no recipe", "recipes are .toml files")
         raise ConfigError(
             f"no recipe {str(name_or_path)!r}", f"known: {', '.join((*names(), *untested()))}; or give a .toml file"
         )
@@ -481,6 +490,12 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
     if alone:
         fresh = dict.fromkeys(key.split(".")[0] for key in alone)
         sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(fresh)}\n")
+
+
+def _context(model: nn.Module) -> int | None:
+    """The tokens a model was made for; None of one that is not made of a decoder."""
+    decoder = model if isinstance(model, Decoder) else getattr(model, "decoder", None)
+    return decoder.config.context if isinstance(decoder, Decoder) else None
 
 
 def _check_vocabulary(config: Any, size: int) -> None:

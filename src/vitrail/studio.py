@@ -3,6 +3,8 @@
 B pictures or texts, h × w codes, W width
 """
 
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from vitrail import hub
 from vitrail.codecs.fit import Fit
 from vitrail.connectors.reduce import AnyReduction
 from vitrail.data.words.checks import Check, checks
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.errors import CheckpointError, ConfigError, nearest
 from vitrail.generate.ahead import draw_ahead
 from vitrail.generate.answers import answer, likelihoods
 from vitrail.generate.pictures import Drawing, draw, varied
@@ -33,6 +35,7 @@ from vitrail.stream import pack
 from vitrail.talker import Talker, home
 
 DESCRIBE = "Describe the picture briefly."
+SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # fields of `Sampling` that are given by name
 APART = 1_000_003  # seeds of one try and the next: no two of a batch of any size meet
 MINI = "mini"  # the model that ships with the package
 MINI_VLM = "mini-vlm"  # the vision-language model that ships, on a language model that is fetched
@@ -97,8 +100,8 @@ class Studio:
         model = hub.load(name_or_path, dtype=dtype or usual, device=where)
         if not isinstance(model, Unified):
             raise ConfigError(
-                f"{name_or_path} is a {type(model).__name__}; only a unified model reads and draws, VLMs can be asked",
-                'give the folder of one that was trained as kind = "unified", or of a VLM',
+                f"{name_or_path} is a {type(model).__name__}, and no unified model, which reads and draws",
+                f'give {MINI}, or the folder of one that was trained as kind = "unified"; a VLM can be asked',
             )
         return cls(model, hub.tokenizer(name_or_path))
 
@@ -110,6 +113,12 @@ class Studio:
 
     def detokenize(self, ids: Tensor) -> list[Image.Image]:
         """The pictures of ids (B, h, w)"""
+        try:
+            ids = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{type(ids).__name__} is no table of ids: {error!s:.80}", "give (B, h, w)") from None
+        if ids.ndim != 3 or ids.is_meta:
+            raise ConfigError(f"ids of shape {tuple(ids.shape)}{' on no device' * ids.is_meta}", "give (B, h, w)")
         return _pictures(self.model.codec.bytes(self.model.pixels(ids.to(self.model.codec.device))))
 
     def seen(self, picture: Source) -> Image.Image:
@@ -126,11 +135,21 @@ class Studio:
 
     def ask(self, pictures: Any, questions: Any, **more: Any) -> Any:
         """Answers: of one picture to one question, to each of several, or of several pictures to one or to one each.
-        `more` is what `generate.answers.answer` takes besides."""
+        `more` is what `generate.answers.answer` takes besides, or fields of `Sampling` by name (temperature, seed, …);
+        without any the likeliest answer is given."""
         alone = not isinstance(pictures, list | tuple) and isinstance(questions, str)
-        asked = [questions] if isinstance(questions, str) else list(questions)
+        asked = _texts(questions, "question")
         if not asked or not all(question.strip() for question in asked):
             raise ConfigError("a question without words", "ask something")
+        named = {key: more.pop(key) for key in list(more) if key in Sampling.__struct_fields__}
+        known = set(inspect.signature(answer).parameters)
+        if unknown := sorted(set(more) - known):
+            raise ConfigError(f"an answer has no {unknown[0]!r}", nearest(unknown[0], [*known, *SAMPLED, "seed"]))
+        if named:
+            named = {"temperature": 0.0} | named if set(named) == {"seed"} else named
+            if "sampling" in more:
+                raise ConfigError(f"sampling, and {', '.join(named)} beside it", "leave one of the two out")
+            more["sampling"] = Sampling(**named)
         seen = self._look(pictures)[0]
         if len(seen) == 1:
             seen = seen.expand(len(asked), -1, -1, -1)
@@ -172,7 +191,7 @@ class Studio:
 
     def draw(self, prompts: Any, **how: Any) -> Any:
         """Pictures for prompts: one for one, a list for several. `how` is what `draw_ids` takes."""
-        pictures = self.detokenize(self.draw_ids([prompts] if isinstance(prompts, str) else list(prompts), **how))
+        pictures = self.detokenize(self.draw_ids(_texts(prompts, "prompt"), **how))
         return pictures[0] if isinstance(prompts, str) else pictures
 
     def draw_ids(
@@ -197,6 +216,10 @@ class Studio:
             raise ConfigError("nothing to draw", "give a prompt")
         if tries < 1:
             raise ConfigError(f"{tries} tries", "draw at least once")
+        if seed is not None and not isinstance(seed, int):
+            raise ConfigError(f"a seed of {seed!r:.80}", "give a whole number")
+        if negative is not None and not isinstance(negative, str):
+            raise ConfigError(f"{negative!r:.80} to lead away from", "give one text")
         if draft is not None and (negative is not None or given is not None):
             raise ConfigError("a draft is of whole pictures, led away from nothing", "leave one of the two out")
         asked = [checks(prompt) for prompt in prompts] if tries > 1 else []
@@ -207,7 +230,7 @@ class Studio:
                     "name some of the things that mini draws, or leave tries at 1",
                 )
         device = self.model.codec.device
-        named = {key: how.pop(key) for key in list(how) if key in ("temperature", "top_k", "top_p", "min_p")}
+        named = {key: how.pop(key) for key in list(how) if key in SAMPLED}
         ids, counts = read = self._ids(prompts, device)
         if draft is not None and not all(map(torch.equal, read, draft._ids(prompts, device))):
             raise ConfigError("the model and its draft read a prompt as other tokens", "train both with one tokenizer")
@@ -267,8 +290,10 @@ class Studio:
         ids = self.tokenize([picture]).expand(count, -1, -1)
         return self.draw([prompt] * count, given=varied(ids, share, seed), seed=seed, **how)
 
-    def inpaint(self, picture: Source, prompt: str, box: tuple[float, float, float, float], **how: Any) -> Image.Image:
-        """The picture with all that touches a box (x0, y0, x1, y1 in 0 … 1) drawn anew."""
+    def inpaint(self, picture: Source, prompt: Any, box: tuple[float, float, float, float], **how: Any) -> Any:
+        """The picture with all that touches a box (x0, y0, x1, y1 in 0 … 1) drawn anew; of several prompts, several."""
+        if len(box) != 4:
+            raise ConfigError(f"a box of {len(box)} numbers", "give x0, y0, x1, y1")
         x0, y0, x1, y1 = box
         if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
             raise ConfigError(f"a box of {box}", "give x0 < x1 and y0 < y1 within 0 … 1")
@@ -277,7 +302,10 @@ class Studio:
         row, column = torch.arange(h, device=ids.device), torch.arange(w, device=ids.device)
         rows = (row + 1 > y0 * h) & (row < y1 * h)
         columns = (column + 1 > x0 * w) & (column < x1 * w)
-        return self.draw([prompt], given=(ids, ~(rows[:, None] & columns)[None]), **how)[0]
+        kept, prompts = ~(rows[:, None] & columns)[None], _texts(prompt, "prompt")
+        given = tuple(part.expand(len(prompts), -1, -1) for part in (ids, kept))
+        pictures = self.draw(prompts, given=given, **how)
+        return pictures[0] if isinstance(prompt, str) else pictures
 
     def _look(self, pictures: Any) -> tuple[Tensor, Tensor]:
         return self.model.look(self.model.codec.pixels(self._pixels(pictures)))
@@ -294,10 +322,24 @@ class Studio:
     def _ids(self, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
         """(B, n) and (B,): each with its end; an empty text has no token at all"""
         rows = [[*self.words.encode(text), self.end] if text.strip() else [] for text in texts]
+        longest, codes = max(map(len, rows)), math.prod(self.model.grid) + 1
+        if longest + codes > (context := self.model.decoder.config.context):
+            raise ConfigError(
+                f"{longest} tokens of a prompt and {codes} of a picture pass the {context} the model was made for",
+                "shorten the prompt",
+            )
         ids = torch.full((len(rows), max(map(len, rows))), self.end)
         for row, tokens in zip(ids, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         return ids.to(device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def _texts(given: Any, what: str) -> list[str]:
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else [given]
+    wrong = next((text for text in found if not isinstance(text, str)), "")
+    if wrong != "":
+        raise ConfigError(f"{wrong!r:.80} is no {what}", "give a text, or a list of them")
+    return found
 
 
 def _share(progress: Callable[[int, int], Any], turn: int, turns: int, done: int, of: int) -> None:

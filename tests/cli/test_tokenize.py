@@ -178,6 +178,13 @@ def test_names_that_are_no_text(home, tmp_path):
     assert tokenize(load(home / "bsq"), find_pictures([folder]), tmp_path / "a.vtok").names == ["caf\ufffd.png"]
 
 
+def test_what_is_refused_leaves_nothing_behind(home, tmp_path):
+    for wrong in ({"workers": -1}, {"batch": 0}):
+        with pytest.raises(ConfigError, match="at least 1"):
+            tokenize(load(home / "bsq"), find_pictures([home / "pictures"]), tmp_path / "a.vtok", **wrong)
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_pictures_do_not_go_on(home, tmp_path):
     model, pictures = load(home / "bsq"), find_pictures([home / "pictures"])
     path = tmp_path / "a.vtok"

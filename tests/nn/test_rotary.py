@@ -210,6 +210,7 @@ def test_frequencies_survive_casts_and_the_meta_device():
         {"head_dim": 128, "layout": "mrope", "sections": (-8, 36, 36)},
         {"head_dim": 64, "theta": 0.0},
         {"head_dim": 64, "scaling": Linear(factor=0.0)},
+        {"head_dim": 0},
         {"head_dim": 2, "scaling": NTK(factor=2.0)},
         {"head_dim": 4, "layout": "2d", "scaling": NTK(factor=2.0)},
         {"head_dim": 64, "layout": "3d"},

@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import warnings
 from typing import NamedTuple
 
 from cyclopts import App
@@ -176,6 +177,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without arrows gets question marks
             stream.reconfigure(errors="replace")
+    warnings.filterwarnings("ignore", message="Image size .* exceeds limit")  # Pillow's, where ours says what to do
     try:
         try:
             app()

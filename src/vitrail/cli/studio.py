@@ -13,6 +13,7 @@ from vitrail.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+AT_ONCE = 16  # drawings of one batch
 Pictures = Annotated[list[str], Parameter(negative="")]
 
 
@@ -53,7 +54,7 @@ def draw(
     top_p: float | None = None,
     seed: int | None = None,
     over: str | None = None,
-    box: tuple[float, float, float, float] | None = None,
+    box: Annotated[tuple[float, float, float, float] | None, Parameter(negative="")] = None,
     vary: float | None = None,
     draft: str | None = None,
     device: str | None = None,
@@ -110,19 +111,25 @@ def draw(
 
     studio = Studio.load(model, device=device)
     how: dict[str, Any] = {"guidance": guidance, "steps": steps, "temperature": temperature, "top_p": top_p}
+    how |= {"tries": tries, "negative": negative}
+    small = None if draft is None else Studio.load(draft, device=device)
     with bar() as progress:
-        how |= {"tries": tries, "negative": negative, "progress": progress}
-        if over is None:
-            small = None if draft is None else Studio.load(draft, device=device)
-            pictures = studio.draw([prompt] * count, seed=seed, draft=small, **how)
-        elif vary is not None:
-            pictures = studio.vary(over, prompt, share=vary, count=count, seed=seed, **how)
-        else:
-            assert box is not None
-            seeds = [None if seed is None else seed + i for i in range(count)]
-            pictures = [studio.inpaint(over, prompt, box, seed=one, **how) for one in seeds]
-    for number, picture in enumerate(pictures, 1):
-        write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
+        for start in range(0, count, AT_ONCE):  # written as they are done: who stops it keeps those
+            some = min(AT_ONCE, count - start)
+
+            def told(done: int, of: int, start: int = start, some: int = some) -> None:
+                progress(start * of + some * done, count * of)
+
+            how |= {"progress": told, "seed": None if seed is None else seed + start}
+            if over is None:
+                pictures = studio.draw([prompt] * some, draft=small, **how)
+            elif vary is not None:
+                pictures = studio.vary(over, prompt, share=vary, count=some, **how)
+            else:
+                assert box is not None
+                pictures = studio.inpaint(over, [prompt] * some, box, **how)
+            for number, picture in enumerate(pictures, start + 1):
+                write(picture, out if count == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}"))
 
 
 def ship(

@@ -80,8 +80,8 @@ def tokenize(
     it finds that so. What cannot be read has its reason in the file's `faults`."""
     fit = (fit or Fit()).whole(codec)
     header, out, names = header_of(codec, fit, name), Path(out), [picture.name for picture in pictures]
-    if batch < 1:
-        raise ConfigError(f"batches of {batch} pictures", "give at least 1")
+    if batch < 1 or workers < 1:
+        raise ConfigError(f"batches of {batch} pictures by {workers} workers", "give at least 1 of both")
     try:
         places_for(names)  # or the file could not be unpacked again
     except DataError as error:

@@ -1,5 +1,6 @@
 """What lies at a path: which model, with which config; nothing is built and no weight is read."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +53,8 @@ def find(path: Path, *, own: bool = True) -> Found:
 
 def resolve(name_or_path: str | Path) -> Path:
     """A path on disk: itself, a model that ships with the package, the file of one, or the snapshot of a hub id."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise CheckpointError(f"{name_or_path!r:.80} names no model", "give a folder, or the name of one that ships")
     name = str(name_or_path)
     if isinstance(name_or_path, str) and name in shipped():  # a folder called so is ./NAME
         return SHIPPED / name

@@ -85,7 +85,7 @@ class RotaryConfig(Config):
 
     def __post_init__(self) -> None:
         unit = 4 if self.layout in ("2d", "2d_split") else 2
-        if self.rotated < 0 or self.rotated % unit or self.rotated > self.head_dim:
+        if self.head_dim < 1 or self.rotated < 0 or self.rotated % unit or self.rotated > self.head_dim:
             raise ConfigError(
                 f"rotary layout {self.layout!r} cannot turn {self.rotated} of {self.head_dim} channels",
                 f"use a multiple of {unit}, at most the head's width",

@@ -213,7 +213,7 @@ def _seek(image: Image.Image, name: str, frame: int | None) -> None:
         if count > 1 and image.format != "MPO":
             raise ImageError(
                 f"{name} holds {count} frames",
-                f"say which is meant: frame=0 … {count - 1} (--frame on the command line)",
+                f"save the one that is meant, or load it with frame=0 … {count - 1} (`vitrail grid` takes --frame)",
             )
         return
     if not 0 <= frame < count:

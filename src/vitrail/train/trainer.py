@@ -363,7 +363,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT let the step end and be saved; a second one is obeyed at once."""
+        """SIGTERM and SIGINT let the step end and be saved; a second is obeyed once torch has a hand free."""
 
         def note(number: int, _frame: Any) -> None:
             self._stop = number

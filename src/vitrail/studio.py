@@ -141,7 +141,7 @@ class Studio:
         asked = _texts(questions, "question")
         if not asked or not all(question.strip() for question in asked):
             raise ConfigError("a question without words", "ask something")
-        named = {key: more.pop(key) for key in list(more) if key in Sampling.__struct_fields__}
+        named: dict[str, Any] = {key: more.pop(key) for key in list(more) if key in Sampling.__struct_fields__}
         known = set(inspect.signature(answer).parameters)
         if unknown := sorted(set(more) - known):
             raise ConfigError(f"an answer has no {unknown[0]!r}", nearest(unknown[0], [*known, *SAMPLED, "seed"]))

@@ -79,7 +79,7 @@ def test_stress(run, monkeypatch):
     monkeypatch.setattr("vitrail.evals.suites.talking.GUESSED", 256)
     found, shown = run("stress", "--kinds", "colour", "--count", 1)
     names = [(score["name"], score["part"]["scenes"]) for score in found["scores"]]
-    assert len(set(names)) == 10 and ("colour", "sub-patch") in names
+    assert len(set(names)) == 12 and ("colour", "sub-patch") in names
     assert "colour, scenes occluded" in shown and "ordinary" in shown and 0 < found["patch"] < 1
 
 
@@ -91,7 +91,13 @@ def test_what_is_below_the_finest_patch_is_left_out_and_said(run, monkeypatch):
     opened = eval_unified.open_reader
     monkeypatch.setattr(eval_unified, "open_reader", lambda *of: opened(*of)._replace(patch=0.01))
     found, _ = run("stress", "--kinds", "colour", "--count", 1)
-    assert {score["part"]["scenes"] for score in found["scores"]} == {"plain", "transparent", "occluded", "crowded"}
+    assert {score["part"]["scenes"] for score in found["scores"]} == {
+        "plain",
+        "transparent",
+        "moving",
+        "occluded",
+        "crowded",
+    }
     assert found["left_out"] == ["sub-patch"]
 
 

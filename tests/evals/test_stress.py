@@ -1,11 +1,14 @@
 """Hard scenes: what makes them hard is there, and who knows the truth is right on all of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from data.scenes.conftest import drawn
 from evals.test_judge import shapes
 from vitrail.data.scenes.config import PRESETS
+from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.scenes.sprites import Atlas
@@ -67,7 +70,29 @@ def test_what_makes_them_hard():
     assert sides["sub-patch"].max() <= 1 / 14 and sides[ORDINARY].min() > 1 / 8
     assert (_overlap(boxes["occluded"][1]) > 0.3).float().mean() > 0.3 and _overlap(boxes[ORDINARY][1]).max() == 0
     assert boxes["crowded"][1].count.min() >= 6
-    assert PRESETS["transparent"].with_(opacity=1.0) == PRESETS[ORDINARY]
+    assert PRESETS["transparent"].with_(opacity=1.0) == PRESETS["moving"].with_(motion=0.0) == PRESETS[ORDINARY]
+
+
+def test_things_that_move_are_seen_along_their_way():
+    atlas, index = Atlas.build(drawn()), torch.arange(60)
+    changes = {"objects": [1, 1], "tint": 0.0, "backgrounds": ["flat"], "sizes": [0.2, 0.2]}
+    plain, moving = (source_of(preset, changes, atlas) for preset in (ORDINARY, "moving"))
+    scenes = moving.scenes(index)
+    assert torch.equal(scenes.box, plain.scenes(index).box)  # what is true is as before
+    still, seen = plain.draw(index).pixels.int(), moving.draw(index).pixels.int()
+    ground = still.flatten(2).median(2).values[..., None, None]
+    there = [((shown - ground).abs().sum(1) > 3).flatten(1).float() for shown in (still, seen)]
+    assert (there[1].sum(1) > 1.3 * there[0].sum(1)).float().mean() > 0.9  # it is in more places
+    assert ((seen - ground).abs().sum((1, 2, 3)) < 1.1 * (still - ground).abs().sum((1, 2, 3))).all()  # and fainter
+    assert torch.equal(moving.draw(index[7:9]).pixels, seen[7:9].byte())  # whoever is beside it
+    away = scenes.box.clone()
+    away[:, :, ::2] += 2 * GRID  # beyond the picture there is nothing to see
+    for way in ("windows", "everywhere"):
+        assert torch.equal(render(replace(scenes, box=away), atlas, 32, way), render(_empty(scenes), atlas, 32, way))
+
+
+def _empty(scenes):
+    return replace(scenes, sprite=torch.full_like(scenes.sprite, -1), box=torch.zeros_like(scenes.box))
 
 
 def _overlap(scenes):
@@ -86,6 +111,11 @@ def _overlap(scenes):
 def test_patches_that_cannot_be(patch):
     with pytest.raises(ConfigError, match="patch"):
         below_a_patch(patch)
+
+
+def test_things_that_leave_the_picture_are_refused():
+    with pytest.raises(ConfigError, match="motion"):
+        source_of(ORDINARY, {"motion": 0.6})
 
 
 def test_faint_things_are_refused():

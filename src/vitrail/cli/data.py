@@ -62,9 +62,9 @@ def show(
     ----------
     what
         A source (`vitrail data list`), scenes by their preset (plain, relations, inside, counting, counting-more,
-        colours, small, crowded, transparent, occluded, sub-patch, words, drawing, to-five, few, mixed), shards (a .tar,
-        a folder of them, "train-{000..009}.tar"), a folder of episodes, or a file or folder in any format that is read:
-        LLaVA, COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
+        colours, small, crowded, transparent, moving, occluded, sub-patch, words, drawing, to-five, few, mixed), shards
+        (a .tar, a folder of them, "train-{000..009}.tar"), a folder of episodes, or a file or folder in any format that
+        is read: LLaVA, COCO, VQA, GQA, TextVQA, POPE, MMBench, MME, pictures, videos.
     out
         The picture to write. Of episodes it may be a clip (.gif, .mp4), in which they play side by side.
     count
@@ -126,9 +126,9 @@ def make(
     Parameters
     ----------
     what
-        Scenes: plain, relations, inside, counting, counting-more, colours, small, crowded, transparent, occluded,
-        sub-patch, words, drawing, to-five, few or mixed. A world: pocket, pocket-curtain, coinrun, coinrun-hard, pusht,
-        carracing, doom.
+        Scenes: plain, relations, inside, counting, counting-more, colours, small, crowded, transparent, moving,
+        occluded, sub-patch, words, drawing, to-five, few or mixed. A world: pocket, pocket-curtain, coinrun,
+        coinrun-hard, pusht, carracing, doom.
     out
         Folder for the shards.
     count

@@ -117,7 +117,7 @@ def stress(
     fewer: Fewer = FEWER,
     common: Common = COMMON,
 ) -> None:
-    """Ask the same about ordinary scenes and hard ones: transparent, smaller than a patch, occluded, crowded.
+    """Ask the same about ordinary scenes and hard ones: transparent, smaller than a patch, moving, occluded, crowded.
 
     Parameters
     ----------

@@ -20,6 +20,7 @@ class SceneConfig(Config):
     overlap: float = 0.0  # of the smaller of two boxes, at most; what lies inside a frame may lie wholly over it
     visible: float = 0.4  # of every box, at least, lies under no other box
     opacity: float = 1.0  # of all objects: how far they hide what lies behind them
+    motion: float = 0.0  # how far a thing moves while it is looked at, in shares of the picture's side
     tint: float = 0.3  # chance that an object is coloured
     repeat: float = 0.0  # chance that concepts repeat in a scene; otherwise all differ
     groups: int = 3  # different concepts of a scene that repeats, at most
@@ -57,6 +58,8 @@ class SceneConfig(Config):
                 )
         if not 0.1 <= self.opacity <= 1:
             raise ConfigError(f"opacity is {self.opacity}", "give 0.1 to 1: what is fainter nobody can name")
+        if not 0 <= self.motion <= 0.5:
+            raise ConfigError(f"motion is {self.motion}", "give 0 to 0.5: what goes farther leaves the picture")
         if self.visible > 0.6:
             raise ConfigError(
                 f"visible is {self.visible}", "give at most 0.6: what lies inside a frame covers 0.3 of it"
@@ -94,6 +97,7 @@ PRESETS = {
     "small": SceneConfig(objects=(1, 6), sizes=(0.07, 0.13)),
     "crowded": SceneConfig(objects=(6, 8), sizes=(0.2, 0.4), overlap=0.35, inside=0.2, repeat=0.2),
     "transparent": SceneConfig(opacity=0.35),
+    "moving": SceneConfig(motion=0.25),
     "occluded": SceneConfig(objects=(2, 4), sizes=(0.25, 0.45), overlap=0.7, visible=0.25),
     "sub-patch": SceneConfig(sizes=(0.05, 0.07)),  # below a patch where there are up to fourteen a side
     "words": SceneConfig(objects=(1, 3), sizes=(0.2, 0.35), word=0.7),

@@ -164,7 +164,7 @@ class _Axis(NamedTuple):
         reach = 3 * (high - low) * pixels * GRID // (2 * (side - 2) * aspect) + 1
         first = ((low * pixels - reach) // GRID).clamp(min=0)
         end = -((-high * pixels - reach) // GRID)
-        return cls(texel, at - (texel << 8), first, (end.clamp(max=pixels) - first) * (high > low))
+        return cls(texel, at - (texel << 8), first, (end.clamp(max=pixels) - first).clamp(min=0) * (high > low))
 
 
 class _Objects:

@@ -14,6 +14,7 @@ from vitrail.config import Config
 from vitrail.data.scenes.config import PRESETS, SceneConfig
 from vitrail.data.scenes.layout import Layout
 from vitrail.data.scenes.looks import Looks
+from vitrail.data.scenes.motion import smeared
 from vitrail.data.scenes.render import render
 from vitrail.data.scenes.scene import GRID, Scenes
 from vitrail.data.scenes.sprites import Atlas, rows_where
@@ -127,8 +128,12 @@ class SceneSource:
     def render(self, scenes: Scenes) -> Tensor:
         """uint8 (B, 3, H, W): scenes as this source draws them."""
         _, atlas, looks = self._on(scenes.box.device)
-        look = looks(self.config.seed, scenes)
-        return render(scenes, atlas, self.size, opacity=self.config.asked().opacity, look=look)
+        asked, look = self.config.asked(), looks(self.config.seed, scenes)
+
+        def draw(some: Scenes) -> Tensor:
+            return render(some, atlas, self.size, opacity=asked.opacity, look=look)
+
+        return smeared(scenes, self.config.seed, asked.motion, draw) if asked.motion else draw(scenes)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ ORDINARY = "plain"
 STRESSES: dict[str, dict[str, object]] = {  # preset → what is changed of it
     "transparent": {},
     "sub-patch": {},
+    "moving": {},
     "occluded": {},
     "crowded": {"inside": 0.0},  # frames are another matter
 }

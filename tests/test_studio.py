@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused(studio, folder, tmp_path):
     with pytest.raises(ImageError, match=r"broken\.png"):
         studio.caption(tmp_path / "broken.png")
     hub.save(studio.model.codec, tmp_path / "codec")
-    with pytest.raises(ConfigError, match="no unified model"):
+    with pytest.raises(ConfigError, match="only a unified model"):
         Studio.load(tmp_path / "codec")
 
 

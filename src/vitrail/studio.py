@@ -100,8 +100,8 @@ class Studio:
         model = hub.load(name_or_path, dtype=dtype or usual, device=where)
         if not isinstance(model, Unified):
             raise ConfigError(
-                f"{name_or_path} is a {type(model).__name__}, and no unified model, which reads and draws",
-                f'give {MINI}, or the folder of one that was trained as kind = "unified"; a VLM can be asked',
+                f"{name_or_path} is a {type(model).__name__}; only a unified model reads and draws, VLMs can be asked",
+                f'give {MINI}, or the folder of one that was trained as kind = "unified"',
             )
         return cls(model, hub.tokenizer(name_or_path))
 
@@ -146,7 +146,8 @@ class Studio:
         if unknown := sorted(set(more) - known):
             raise ConfigError(f"an answer has no {unknown[0]!r}", nearest(unknown[0], [*known, *SAMPLED, "seed"]))
         if named:
-            named = {"temperature": 0.0} | named if set(named) == {"seed"} else named
+            if set(named) == {"seed"}:  # the likeliest answer has no chance in it
+                named["temperature"] = 0.0
             if "sampling" in more:
                 raise ConfigError(f"sampling, and {', '.join(named)} beside it", "leave one of the two out")
             more["sampling"] = Sampling(**named)

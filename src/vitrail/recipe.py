@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,6 @@ from vitrail.data.scenes.library import open_atlas
 from vitrail.data.scenes.source import ScenesConfig, SceneSource
 from vitrail.data.text import TextConfig, TextWindows, read_text
 from vitrail.devices import usable
-from vitrail.encoders import ViT
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub import pictures
 from vitrail.hub.based import checksum, checksum_words
@@ -466,9 +465,7 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
         mine, theirs = model.get_submodule(name), whole.get_submodule(name if other.part is None else other.part)
     except AttributeError as error:
         raise ConfigError(f"model.parts.{name}: {error}", f"does {other.start} have such a part?") from None
-    tower = pictures.tower_of(whole) or getattr(whole, "tower", None)  # of a vision-language model
-    if isinstance(tower, ViT) and (tower in set(theirs.modules()) or theirs in set(tower.modules())):
-        pictures.read_as(whole, tower, pictures.levels(model, mine) or pictures.OURS)
+    _see_alike(model, mine, whole, theirs, other.fresh)
     have = {key: tensor for key, tensor in mine.state_dict().items() if key.split(".")[0] not in other.fresh}
     for part in other.fresh:
         if not hasattr(mine, part):
@@ -490,6 +487,17 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
     if alone:
         fresh = dict.fromkeys(key.split(".")[0] for key in alone)
         sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(fresh)}\n")
+
+
+def _see_alike(model: nn.Module, mine: nn.Module, whole: nn.Module, theirs: nn.Module, fresh: Sequence[str]) -> None:
+    """What reads pixels in the part that is started from reads those of this model as it read its own."""
+    tower = pictures.tower_of(whole)
+    several = pictures.eyes(whole) if hasattr(whole.config, "policy") else []
+    for eye in [eye for eye, _ in several] + ([tower] if isinstance(tower, nn.Module) else []):
+        place = next((name for name, part in theirs.named_modules() if part is eye), None)
+        if place is not None or theirs in set(eye.modules()):
+            wanted = pictures.levels(model, mine.get_submodule(place or ""))
+            pictures.read_as(whole, eye, wanted or pictures.OURS, fresh)
 
 
 def _context(model: nn.Module) -> int | None:

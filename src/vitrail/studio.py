@@ -5,8 +5,9 @@ B pictures or texts, h × w codes, W width
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,7 +147,7 @@ class Studio:
         if unknown := sorted(set(more) - known):
             raise ConfigError(f"an answer has no {unknown[0]!r}", nearest(unknown[0], [*known, *SAMPLED, "seed"]))
         if named:
-            if set(named) == {"seed"}:  # the likeliest answer has no chance in it
+            if not set(named) & set(SAMPLED):  # a seed alone, or what is repeated: the likeliest answer all the same
                 named["temperature"] = 0.0
             if "sampling" in more:
                 raise ConfigError(f"sampling, and {', '.join(named)} beside it", "leave one of the two out")
@@ -217,7 +218,7 @@ class Studio:
             raise ConfigError("nothing to draw", "give a prompt")
         if tries < 1:
             raise ConfigError(f"{tries} tries", "draw at least once")
-        if seed is not None and not isinstance(seed, int):
+        if seed is not None and not isinstance(seed, Integral):
             raise ConfigError(f"a seed of {seed!r:.80}", "give a whole number")
         if negative is not None and not isinstance(negative, str):
             raise ConfigError(f"{negative!r:.80} to lead away from", "give one text")
@@ -336,11 +337,11 @@ class Studio:
 
 
 def _texts(given: Any, what: str) -> list[str]:
-    found = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else [given]
-    wrong = next((text for text in found if not isinstance(text, str)), "")
-    if wrong != "":
-        raise ConfigError(f"{wrong!r:.80} is no {what}", "give a text, or a list of them")
-    return found
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
+    for text in found:
+        if not isinstance(text, str):
+            raise ConfigError(f"{text!r:.80} is no {what}", "give a text, or a list of them")
+    return [str(text) for text in found]
 
 
 def _share(progress: Callable[[int, int], Any], turn: int, turns: int, done: int, of: int) -> None:

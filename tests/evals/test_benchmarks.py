@@ -171,6 +171,19 @@ def test_compare(opened):
         opened("chair")[0].compare(samples, [], [])
 
 
+def test_thoughts_are_no_answers_in_any_of_them(opened):
+    row, samples = opened("mmbench")
+    right = [sample.answers[0] for sample in samples]
+    aloud = [f"<think>C, or A? <answer>B</answer></think>{answer}" for answer in right]
+    wrong = ["<think>A</think>"] * len(right)
+    scores = row.score(samples, aloud, blind=aloud)
+    assert values(scores)["accuracy"] == scores[0].beside["blind"] == 1 and values(scores)["no option"] == 0
+    assert values(row.score(samples, wrong))["no option"] == 1
+    assert row.compare(samples, aloud, wrong).difference == 1
+    assert {told for told, _ in row.verdicts(samples, aloud)} == {"right"}
+    assert {told for told, _ in row.verdicts(samples, wrong)} == {"unread"}
+
+
 def test_captions_are_compared_as_they_are_scored(opened):
     row, samples = opened("captions")
     first, second = [sample.captions[0] for sample in samples], ["nothing of the kind"] * len(samples)

@@ -85,6 +85,14 @@ def test_things_that_move_are_seen_along_their_way():
     assert (there[1].sum(1) > 1.3 * there[0].sum(1)).float().mean() > 0.9  # it is in more places
     assert ((seen - ground).abs().sum((1, 2, 3)) < 1.1 * (still - ground).abs().sum((1, 2, 3))).all()  # and fainter
     assert torch.equal(moving.draw(index[7:9]).pixels, seen[7:9].byte())  # whoever is beside it
+    # What is true is true of the middle of the way: there as much lies before a thing's centre as behind it.
+    weight = (seen - ground).abs().sum(1).double()  # (B, H, W)
+    at = torch.arange(32) + 0.5
+    centre = torch.stack([(weight.sum(1) * at).sum(1), (weight.sum(2) * at).sum(1)], 1) / weight.sum((1, 2))[:, None]
+    own = (still - ground).abs().sum(1).double()
+    middle = torch.stack([(own.sum(1) * at).sum(1), (own.sum(2) * at).sum(1)], 1) / own.sum((1, 2))[:, None]
+    inside = ((scenes.box[:, 0] > 0.15 * GRID) & (scenes.box[:, 0] < 0.85 * GRID)).all(1)  # none of its way is lost
+    assert inside.sum() > 8 and (centre - middle)[inside].abs().max() < 0.5
     away = scenes.box.clone()
     away[:, :, ::2] += 2 * GRID  # beyond the picture there is nothing to see
     for way in ("windows", "everywhere"):

@@ -24,6 +24,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.evals.viewer import tower_of
 from vitrail.hub import from_hf, load, pictures, save, to_hf
 from vitrail.models.clip import CONTRASTIVE, Contrastive
+from vitrail.models.masked import Masked, MaskedConfig
 from vitrail.models.qlip import TaughtCodec, TaughtCodecConfig
 from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, RotaryConfig
@@ -237,7 +238,7 @@ def asked(x: np.ndarray, levels: dict) -> torch.Tensor:
     return ((torch.from_numpy(x).permute(2, 0, 1) / 255 - mean) / std)[None]
 
 
-@pytest.mark.parametrize("said", ["levels", "timm", "no levels", "nothing"])
+@pytest.mark.parametrize("said", ["levels", "bytes", "timm", "no levels", "nothing"])
 def test_what_is_trained_on_is_read_as_what_it_learned_from_was(said, tmp_path, capsys):
     """A teacher, and a start, of strangers' weights: training shows them pixels in −1 … 1."""
     theirs = Dinov2Model(Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2,
@@ -246,6 +247,10 @@ def test_what_is_trained_on_is_read_as_what_it_learned_from_was(said, tmp_path, 
     levels = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
     if said == "levels":
         (tmp_path / FILE).write_text(json.dumps({"size": {"height": 32, "width": 32}, **levels}))
+    if said == "bytes":  # not brought to 0 … 1 first
+        (tmp_path / FILE).write_text(json.dumps({"size": {"height": 32, "width": 32}, "do_rescale": False} | {
+            key: [255 * level for level in levels[key]] for key in levels
+        }))  # fmt: skip
     if said == "no levels":
         levels = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
         (tmp_path / FILE).write_text(json.dumps({"size": {"height": 32, "width": 32}, "do_normalize": False}))
@@ -280,8 +285,8 @@ def test_a_start_is_evaluated_as_it_is_trained(tmp_path):
     told = load(tmp_path)
     side = tower(told).image
     x = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    begun = load(tmp_path)
-    pictures.read_as(begun, tower_of(begun), pictures.OURS)
+    smoke = recipe.read("clip-batch")
+    begun = recipe._model(smoke.with_(model=smoke.model.with_(start=str(tmp_path), config=None, parts={})), None)
     shown = views(torch.from_numpy(x).permute(2, 0, 1)[None], PLAIN.with_(side=side))
     with torch.no_grad():
         torch.testing.assert_close(begun.encode_image(shown), told.encode_image(asked(x, levels)), rtol=1e-4, atol=1e-5)
@@ -299,7 +304,8 @@ def test_a_part_of_a_vision_language_model_reads_what_that_model_shows_it(tmp_pa
         vocab=64, layers=1, context=64, rotary=RotaryConfig(head_dim=16),
         block=BlockConfig(width=32, attention=AttentionConfig(heads=2), mlp=GatedConfig(hidden=32), norm="rms"),
     )  # fmt: skip
-    both = TowersConfig(towers=(TowerConfig(vit=vit), TowerConfig(vit=vit)), image=vit.image)
+    own = TowerConfig(vit=vit, mean=(0.2, 0.3, 0.4), std=(0.5, 0.6, 0.7))
+    both = TowersConfig(towers=(TowerConfig(vit=vit), own), image=vit.image)
     for eyes, place, norm in ((vit, "tower", (0.4, 0.6)), (both, "tower.towers.1", (0.0, 1.0))):
         connector = ProjectorConfig(reads=vit.block.width * (1 + (eyes is both)), gives=32)
         config = VLMConfig(
@@ -309,9 +315,19 @@ def test_a_part_of_a_vision_language_model_reads_what_that_model_shows_it(tmp_pa
         seeing = VLM(config).eval()
         recipe._start(seeing, place, recipe.StartPart(start=str(tmp_path), part="image"))
         started = seeing.get_submodule(place)
-        mean, std = norm if eyes is vit else (0.5, 0.5)  # two towers have levels of their own
+        mean, std = (config.mean, config.std) if eyes is vit else (own.mean, own.std)  # two towers have their own
         x = np.random.default_rng(0).integers(0, 256, (vit.image, vit.image, 3), dtype=np.uint8)
-        own = {"image_mean": [mean] * 3, "image_std": [std] * 3}
+        shown = asked(x, {"image_mean": list(mean), "image_std": list(std)})
         with torch.no_grad():
             expected = tower_of(load(tmp_path))(asked(x, levels))
-            torch.testing.assert_close(started(asked(x, own)), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(started(shown), expected, rtol=1e-4, atol=1e-4)
+    # And a part of such a model, started from, is shown what a tower of ours is.
+    save(seeing, tmp_path / "vlm")
+    alone = Masked(MaskedConfig(image=vit.with_(mask=True), teacher=vit)).eval()
+    recipe._start(alone, "teacher", recipe.StartPart(start=str(tmp_path / "vlm"), part="tower.towers.1"))
+    with torch.no_grad():
+        plain = asked(x, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+        torch.testing.assert_close(alone.teacher(plain), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="positions afresh"):
+        start = recipe.StartPart(start=str(tmp_path), part="image", fresh=("positions",))
+        recipe._start(alone, "teacher", start)

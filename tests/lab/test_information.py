@@ -9,6 +9,7 @@ import torch
 from cyclopts import App
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import worlds
 from models import test_looking as looking
@@ -218,7 +219,11 @@ def test_vision_language_models():
     assert list(found) == ["pixels", "tower", "soft tokens", "last hidden states"]
     assert found["tower"][0] == found["soft tokens"][0] == found["last hidden states"][0]
     asked = FusedConfig(reads=32, gives=32, vocab=50, first=5, later=2, layers=2, width=24, heads=2, hidden=32)
-    found = shapes(vlm.made(config.with_(queries=asked)))
+    reading = vlm.made(config.with_(queries=asked))
+    shown = reading.prepare([Image.fromarray(PICTURES[0].permute(1, 2, 0).numpy())])
+    soft = {b.name: b.tokens for b in bottlenecks(reading, PICTURES[:1])}["soft tokens"][0]
+    torch.testing.assert_close(soft, reading.look(shown).blocks[0].detach(), rtol=1e-4, atol=1e-5)
+    found = shapes(reading)
     assert list(found) == ["pixels", "tower", "before the queries", "soft tokens", "last hidden states"]
     assert found["before the queries"][0] == found["tower"][0] > found["soft tokens"][0] == 5
     assert found["last hidden states"][0] == 5

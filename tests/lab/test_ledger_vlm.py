@@ -127,6 +127,8 @@ TAPPED = {
 BOTH = TowersConfig(towers=(TowerConfig(vit=vlm.TOWER, layer=-2), TowerConfig(vit=vlm.TOWER)), image=24)
 FINE = SAMConfig(layers=2, block=vlm.TOWER.block, image=35, patch=5, window=2, full=(0,), gives=3)
 TWICE = {
+    "mean": (0.0,) * 3,
+    "std": (1.0,) * 3,
     "tower": HybridConfig(low=TowerConfig(vit=vlm.TOWER, layer=-2), high=FINE),
     "policy": Framed(size=24, patch=vlm.TOWER.patch, fine=35),
     "connector": vlm.PROJECTOR.with_(reads=28, apart=(12, 16)),

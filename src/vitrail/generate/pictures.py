@@ -134,6 +134,7 @@ def _by_and_by(
         if not settling:  # what it would have drawn stays hidden; its chance is used up, so that a seed draws the same
             for _ in range(len(model.head.sizes) + 1):
                 chance.roll(h * w)
+            told.progress(int(h * w * B - still_hidden(total, step, drawing.steps).sum()), h * w * B)
             continue
         rows = (torch.cat([x, x]) if twice else x for x in (ids, hidden))
         laid = model.lay(words, model.drawn(*rows))

@@ -8,13 +8,14 @@ Of vision-language models none of this is kept: their config itself says how pic
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from vitrail.encoders import Towers, ViT
+from vitrail.encoders import Hybrid, Towers, ViT
 from vitrail.errors import ConfigError
 from vitrail.evals.viewer import Tower, tower_of
 from vitrail.hub.family import Family
@@ -57,15 +58,25 @@ def remember(model: nn.Module, folder: Path, *, own: bool) -> None:
 OURS = NORMS["half"]  # what all models that are made here read
 
 
+def eyes(model: nn.Module) -> list[tuple[nn.Module, Norm]]:
+    """The parts of a vision-language model that read pixels, and by which levels: its tower, or those it is made of,
+    which have their own. Where SAM is among them its are left out: it is no ViT that could be started from."""
+    whole: Any = model
+    tower, config = whole.tower, whole.config
+    if isinstance(tower, Towers):
+        return [(eye, Norm(one.mean, one.std)) for eye, one in zip(tower.towers, tower.config.towers, strict=True)]
+    if isinstance(tower, Hybrid):
+        return [(tower.low, Norm(tower.config.low.mean, tower.config.low.std))]
+    return [(tower, Norm(config.mean, config.std))]
+
+
 def levels(model: nn.Module, part: nn.Module | None = None) -> Norm | None:
     """What a model's tower, or a part of it, reads pixels of 0 … 1 by; None where nobody knows."""
     config: Any = getattr(model, "config", None)
     about = getattr(model, KEPT, None)
     if hasattr(config, "policy"):
-        tower: Any = model.tower
-        several = zip(tower.towers, tower.config.towers, strict=True) if isinstance(tower, Towers) else ()
-        own = (Norm(one.mean, one.std) for each, one in several if part is each)
-        return next(own, Norm(config.mean, config.std))
+        found = (norm for eye, norm in eyes(model) if part is not None and part in set(eye.modules()))
+        return next(found, Norm(config.mean, config.std))
     if about is None:
         return OURS
     if "timm" in about and "image_mean" not in about:
@@ -77,10 +88,11 @@ def levels(model: nn.Module, part: nn.Module | None = None) -> Norm | None:
     return Norm(tuple(x / most for x in mean), tuple(x / most for x in std))
 
 
-def read_as(model: nn.Module, tower: object, wanted: Norm) -> None:
+def read_as(model: nn.Module, tower: Any, wanted: Norm, fresh: Sequence[str] = ()) -> None:
     """Make a model that was loaded read pixels of other levels, those of training, and give the same features: the
-    difference goes into its tower's first layer. Nothing is then kept of how its folder prepared pictures."""
-    found = levels(model)
+    difference goes into its tower's first layer, of which nothing that holds it may be `fresh`. Nothing is then kept of
+    how its folder prepared pictures."""
+    found = levels(model, tower)
     if hasattr(model, KEPT):
         delattr(model, KEPT)
     if found is None:
@@ -96,6 +108,11 @@ def read_as(model: nn.Module, tower: object, wanted: Norm) -> None:
         raise ConfigError(
             f"a {type(tower).__name__} reads pixels less {found.mean} by {found.std}, and is shown others",
             f"start from one that reads {wanted.mean} and {wanted.std}",
+        )
+    if "positions" in fresh and tower.embed.proj.bias is None:
+        raise ConfigError(
+            "pixels of other levels, and positions afresh that would have to hold the difference",
+            f"start from a tower that reads {wanted.mean} and {wanted.std}",
         )
     tower.read_through(scale, offset)
 

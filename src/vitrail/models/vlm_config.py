@@ -142,7 +142,7 @@ class VLMConfig(Config):
                 if isinstance(self.tower, TowersConfig | HybridConfig)
                 else "leave them out",
             )
-        if isinstance(self.tower, TowersConfig) and (any(self.mean) or set(self.std) != {1.0}):
+        if isinstance(self.tower, TowersConfig | HybridConfig) and (any(self.mean) or set(self.std) != {1.0}):
             raise ConfigError(
                 f"pixels less {self.mean} by {self.std}, and towers that do the same by themselves",
                 "set mean = [0, 0, 0] and std = [1, 1, 1]",

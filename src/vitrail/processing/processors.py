@@ -7,6 +7,7 @@ usually has it; what it says of the tower must be so.
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from vitrail.errors import CheckpointError, ConfigError
@@ -166,7 +167,8 @@ class TwoSizes(Processor):
 
     def write(self, config: Any) -> About:
         tower = config.tower
-        large = super().write(config.with_(mean=tower.mean, std=tower.std))
+        fields = {name: getattr(config, name) for name in config.__struct_fields__}
+        large = super().write(SimpleNamespace(**fields | {"mean": tower.mean, "std": tower.std}))
         small = {
             "size": _square(config.policy.size),
             "resample": resample_number(tower.resample),

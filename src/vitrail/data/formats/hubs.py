@@ -376,9 +376,10 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _inside(table: Table, columns: tuple[str, ...], n: int, row: Any) -> Shown:
-    columns = getattr(row, "shown", columns)  # which of them a row speaks of
+    spoken_of = getattr(row, "shown", None)  # which of them a row speaks of
+    columns = columns if spoken_of is None else tuple(column for column in spoken_of if column in table.pictured)
     found = [table.pictures(n, column) for column in columns]
-    if len(columns) > 1 and not all(found):
+    if spoken_of is not None and (len(columns) < len(spoken_of) or not all(found)):
         raise DataError(f"{table.path}, row {n} speaks of a picture that it has not", "leave that row out")
     return tuple(one for some in found for one in some)
 

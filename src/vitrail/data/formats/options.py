@@ -9,7 +9,7 @@ from typing import Any
 from vitrail.errors import DataError
 
 _HEADED = re.compile(r"\s*\bOptions:\s*")  # MMStar: "Which? Options: A: a ball, B: a card"
-_AFTER_COMMA = re.compile(r"(?:^|[,\n])\s*([A-Z]):\s+")
+_AFTER_COMMA = re.compile(r"(?:^|[,\n])\s*([A-Z])[:.)]\s+")
 _A_LINE_EACH = re.compile(r"^\s*([A-Z])[.)]\s+", re.MULTILINE)  # RealWorldQA: a line "A. left"
 _BIDDING = re.compile(r"\s*Please answer directly[^\n]*$")  # which the prompt says in its own words
 
@@ -43,7 +43,7 @@ def within(question: str) -> tuple[str, dict[str, str]]:
     text = question[headed.end() :] if headed else question
     marks = []
     for mark in (_AFTER_COMMA if headed else _A_LINE_EACH).finditer(text):
-        if mark[1] == ascii_uppercase[len(marks)]:  # "A: he said, C: she said" has one mark
+        if ascii_uppercase[len(marks) :].startswith(mark[1]):  # "A: he said, C: she said" has one mark
             marks.append(mark)
     if len(marks) < 2:
         return question.strip(), {}

@@ -42,7 +42,9 @@ class Table(NamedTuple):
             cell = self._cell(self.rows[self.by_index[cell]])
         if not cell:
             raise DataError(f"{self.path}, line {row.line} has no picture", "leave that line out")
-        cells = re.findall(r"'([^']*)'", cell) if cell.startswith("[") else [cell]
+        cells = re.findall(r"['\"]([^'\"]*)['\"]", cell) if cell.startswith("[") else [cell]
+        if not cells:
+            raise DataError(f"{self.path}, line {row.line} has a list of no pictures", "leave that line out")
         try:
             return tuple(base64.b64decode(one, validate=True) for one in cells)
         except (binascii.Error, ValueError) as error:

@@ -78,7 +78,8 @@ def _judged(table: Table, row: Place) -> Sample:
     cells = dict(row.cells)
     name, question, answer = cells.pop("index"), cells.pop("question"), cells.pop("answer")
     label = yes_or_no(answer, f"{table.path}, line {row.line}")
-    return Sample(id=name, pictures=table.pictures(row), turns=asked(question), answers=(label,), notes=cells)
+    shown = table.pictures(row)
+    return Sample(id=name, pictures=shown, turns=asked(question, len(shown)), answers=(label,), notes=cells)
 
 
 class _Asked(NamedTuple):

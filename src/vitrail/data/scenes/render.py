@@ -53,7 +53,7 @@ def render(
     """uint8 (B, 3, H, W). `size` is a side or (H, W); without a `way` it is the fastest of the device that asks it for
     nothing; `opacity` is that of all objects; `look` says how each differs from how it was designed."""
     H, W = _size(size)
-    way = way or _fastest(scenes.box.device)
+    way = _fastest(scenes.box.device) if way is None else way
     share = round(256 * opacity)
     out = scenes.box.new_empty(len(scenes), 3, H, W, dtype=torch.uint8)
     for rows, objects in _chunks(scenes, atlas, H, W, look):
@@ -198,6 +198,10 @@ class _Objects:
 
     def slots(self, way: Way) -> Iterator[tuple[Tensor | None, Tensor]]:
         """From the farthest: places, or None for everywhere, and the packed layer"""
+        if way not in ("windows", "everywhere"):
+            raise ImageError(
+                f"scenes cannot be drawn by {way!r}", "give windows or everywhere; render also takes fused"
+            )
         return self._in_windows() if way == "windows" else self._everywhere()
 
     def _everywhere(self) -> Iterator[tuple[None, Tensor]]:

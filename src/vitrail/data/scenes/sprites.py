@@ -87,7 +87,7 @@ class Atlas:
 
     def to(self, device: torch.device | str) -> "Atlas":
         """Itself, or its one copy on another device: what is made of it there is made once, whoever asks."""
-        device = torch.device(device)
+        device = torch.empty(0, device=device).device  # cuda is cuda:0, or whichever is current
         if device == self.table.concept.device:
             return self
         if device not in self._copies:

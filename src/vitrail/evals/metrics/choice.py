@@ -13,10 +13,13 @@ _LEADS = [
     for lead in ("answer", "(?:option|choice)")
 ]
 _OPTION = r"(?:(?:option|choice)\s+)?[(\[*]*[A-Z]\b(?![’'])[)\]*]*"
-_DENIED = re.compile(
-    rf"\bnot\s+{_OPTION}(?:\s+(?:and|or|nor)\s+{_OPTION})*|\b[A-Z][)\]*]*\s+is\s+(?:not|wrong|incorrect)\b"
+_RUN = rf"{_OPTION}(?:\s+(?:and|or|nor)\s+{_OPTION})*"
+_DENIED = re.compile(rf"\bnot\s+{_RUN}|(?<![\w’']){_RUN}\s+(?:is|are)\s+(?:not|wrong|incorrect)\b")
+_MORE = rf"(?:\s*,\s*{_OPTION})*"
+_JOINED = re.compile(  # A or B; A, B and C; A/B; A, B and no more
+    rf"(?<![\w’']){_OPTION}(?:{_MORE},?\s+(?:and|or)\s+{_OPTION}|\s*[/&]\s*{_OPTION}|{_MORE}\s*,\s*{_OPTION}(?=\s*(?:[.!?]|$)))"
 )
-_JOINED = re.compile(rf"(?<![\w’']){_OPTION}(?:(?:\s*[,/&]\s*|,?\s+(?:and|or)\s+){_OPTION})+")
+_CLAUSE = re.compile(r"\s+(?:is|are|was|were|being|would|do|does)\b")  # what goes on about them is another matter
 
 
 def letter(answer: str, choices: Mapping[str, str]) -> str | None:
@@ -25,7 +28,12 @@ def letter(answer: str, choices: Mapping[str, str]) -> str | None:
     the text of one option within the answer, and within no other that is. "Not B" and "B is wrong" are passed over,
     and letters that are joined ("A or B", "A, B and C") mean none."""
     text = _DENIED.sub(" ", answer.strip().strip("*")).strip()
-    joined = [found.span() for found in _JOINED.finditer(text) if len(set(_letters(found[0])) & set(choices)) > 1]
+    plain, said = {name: _plain(option) for name, option in choices.items()}, _plain(text)
+    same = [name for name, option in plain.items() if option == said]
+    if len(same) == 1 and " " in said:  # an option may be about others, "A and B"
+        return same[0]
+    runs = [found for found in _JOINED.finditer(text) if len(set(_letters(found[0])) & set(choices)) > 1]
+    joined = [run.span() for run in runs if not _CLAUSE.match(text, run.end())]
     start = re.match(r"[(\[]?([A-Z])(?:[)\].:,]|\s*$)", text)
     if start and start[1] in choices and not _among(start.start(1), joined):
         return start[1]
@@ -36,15 +44,14 @@ def letter(answer: str, choices: Mapping[str, str]) -> str | None:
         alone = led[1].isupper() or led[2].startswith((")", "]")) or led.end() == len(text)
         if alone and led[1].upper() in choices and not _among(led.start(1), joined):
             return led[1].upper()
-    plain = {name: _plain(option) for name, option in choices.items()}
-    said = _plain(text)
-    same = [name for name, option in plain.items() if option == said]
     if len(same) == 1:
         return same[0]
+    if joined:
+        return None
     words = re.findall(r"[^\s.()\[\],:;!*#{}]+", text)
     # A is also an article: it counts only where no word follows.
     single = {w for n, w in enumerate(words) if w in choices and (w not in "AI" or n == len(words) - 1)}
-    if len(single) == 1 and not joined:
+    if len(single) == 1 and not runs:
         return single.pop()
     within = [name for name, option in plain.items() if option and _holds(said, option)]
     within = [name for name in within if not any(_within(plain[name], plain[other]) for other in within)]

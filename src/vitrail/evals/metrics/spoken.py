@@ -2,12 +2,15 @@
 
 import re
 
-_THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
+_THOUGHT = re.compile(r"^.*</think>|<think>.*$", re.DOTALL | re.IGNORECASE)  # a prompt may have opened it
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
 
 
 def spoken(text: str) -> str:
-    """What stands in the last <answer> … </answer>, else all but <think> … </think>; a thought that never ends is no
-    answer."""
-    inside = _ANSWER.findall(text)
-    return inside[-1].strip() if inside else _THOUGHT.sub(" ", text).strip() if "<" in text else text
+    """What stands behind thoughts, <think> … </think>, and of that in the last <answer> … </answer>; a thought that
+    never ends is no answer."""
+    if "<" not in text:
+        return text
+    said = _THOUGHT.sub(" ", text)
+    inside = _ANSWER.findall(said)
+    return (inside[-1] if inside else said).strip()

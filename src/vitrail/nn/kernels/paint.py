@@ -9,6 +9,8 @@ object shows beyond its window is transparent, and laid over a colour leaves it 
 B scenes, O object slots, H, W pixels
 """
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -56,11 +58,11 @@ def _paint(
     x_texel_ptr, x_share_ptr, x_count_ptr, y_texel_ptr, y_share_ptr, y_low_ptr, y_count_ptr,
     shade_ptr, stride, objects, opacity, H, W, SHADED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    scene = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scene, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    at = block + tl.arange(0, BLOCK)
     inside = at < H * W
     row, column = at // W, at % W
-    top, bottom = tl.program_id(0) * BLOCK // W, (tl.program_id(0) * BLOCK + BLOCK - 1) // W
+    top, bottom = block // W, (block + BLOCK - 1) // W
     below = tl.load(canvas_ptr + scene * H * W + at, mask=inside, other=0)
     for slot in range(objects):
         item = scene * objects + slot
@@ -111,9 +113,10 @@ def paint(
     y_texel, y_share, y_low, y_count = (part.contiguous() for part in y)
     worn = canvas if shade is None else shade.contiguous()
     if B:
-        _paint[(triton.cdiv(H * W, BLOCK), B)](
-            canvas.contiguous(), out, texels, start, side, ink, light, tinted,
-            x_texel, x_share, x_count, y_texel, y_share, y_low, y_count,
-            worn, B * O, O, opacity, H, W, SHADED=shade is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+        with torch.cuda.device(canvas.device) if canvas.is_cuda else nullcontext():
+            _paint[(B, triton.cdiv(H * W, BLOCK))](  # a grid has room for more along its first axis
+                canvas.contiguous(), out, texels, start, side, ink, light, tinted,
+                x_texel, x_share, x_count, y_texel, y_share, y_low, y_count,
+                worn, B * O, O, opacity, H, W, SHADED=shade is not None, BLOCK=BLOCK,
+            )  # fmt: skip
     return out

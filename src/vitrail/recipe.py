@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -465,7 +465,7 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
         mine, theirs = model.get_submodule(name), whole.get_submodule(name if other.part is None else other.part)
     except AttributeError as error:
         raise ConfigError(f"model.parts.{name}: {error}", f"does {other.start} have such a part?") from None
-    _see_alike(model, mine, whole, theirs, other.fresh)
+    pictures.see_alike(model, mine, whole, theirs, other.fresh)
     have = {key: tensor for key, tensor in mine.state_dict().items() if key.split(".")[0] not in other.fresh}
     for part in other.fresh:
         if not hasattr(mine, part):
@@ -487,17 +487,6 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
     if alone:
         fresh = dict.fromkeys(key.split(".")[0] for key in alone)
         sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(fresh)}\n")
-
-
-def _see_alike(model: nn.Module, mine: nn.Module, whole: nn.Module, theirs: nn.Module, fresh: Sequence[str]) -> None:
-    """What reads pixels in the part that is started from reads those of this model as it read its own."""
-    tower = pictures.tower_of(whole)
-    several = pictures.eyes(whole) if hasattr(whole.config, "policy") else []
-    for eye in [eye for eye, _ in several] + ([tower] if isinstance(tower, nn.Module) else []):
-        place = next((name for name, part in theirs.named_modules() if part is eye), None)
-        if place is not None or theirs in set(eye.modules()):
-            wanted = pictures.levels(model, mine.get_submodule(place or ""))
-            pictures.read_as(whole, eye, wanted or pictures.OURS, fresh)
 
 
 def _context(model: nn.Module) -> int | None:

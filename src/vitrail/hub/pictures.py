@@ -117,6 +117,17 @@ def read_as(model: nn.Module, tower: Any, wanted: Norm, fresh: Sequence[str] = (
     tower.read_through(scale, offset)
 
 
+def see_alike(model: nn.Module, mine: nn.Module, whole: nn.Module, theirs: nn.Module, fresh: Sequence[str]) -> None:
+    """For a part of a model, `mine`, that starts from `theirs`, a part of another: what reads pixels there is made to
+    read those that this model shows as it read its own."""
+    tower, config = tower_of(whole), getattr(whole, "config", None)
+    found = [eye for eye, _ in eyes(whole)] if hasattr(config, "policy") else []
+    for eye in found + ([tower] if isinstance(tower, nn.Module) else []):
+        place = next((name for name, part in theirs.named_modules() if part is eye), None)
+        if place is not None or theirs in set(eye.modules()):
+            read_as(whole, eye, levels(model, mine.get_submodule(place or "")) or OURS, fresh)
+
+
 def keep(model: nn.Module, folder: Path) -> None:
     """Write beside a model of ours how its pictures are prepared, unless they are as ours are."""
     if tower_of(model) is not None:

@@ -8,24 +8,11 @@ from vitrail.evals.shares import Score
 from vitrail.evals.suites.scored import Said, Values
 from vitrail.evals.suites.sheets import Sheet, all_right, mean, parted
 
-
-def chosen(sheet: Sheet, said: Said) -> Values:
-    """An answer that means no option is wrong."""
-    rows = zip(said, sheet.samples, sheet.truths, strict=True)
-    return [float(letter(answer, sample.choices) == truth) for answer, sample, (truth, *_) in rows]
-
-
-def choices(sheet: Sheet, said: Said) -> list[Score]:
-    """The share of right options and, where the file or `circular` asks a question in several orders, of questions that
-    are right in all; then how often no option could be read."""
-    return _scored(sheet, said, chosen(sheet, said))
-
-
 Rule = Callable[[str, Sequence[str]], float]
 
 
 def chosen_or(rule: Rule) -> Callable[[Sheet, Said], Values]:
-    """The same of questions of which some have no options: their answers are right by a rule."""
+    """Whether the option that an answer means is the right one; of questions without options, what a rule says."""
 
     def each(sheet: Sheet, said: Said) -> Values:
         rows = zip(said, sheet.samples, sheet.truths, strict=True)
@@ -35,6 +22,17 @@ def chosen_or(rule: Rule) -> Callable[[Sheet, Said], Values]:
         ]
 
     return each
+
+
+def chosen(sheet: Sheet, said: Said) -> Values:
+    """An answer that means no option is wrong."""
+    return chosen_or(lambda answer, truths: 0.0)(sheet, said)
+
+
+def choices(sheet: Sheet, said: Said) -> list[Score]:
+    """The share of right options and, where the file or `circular` asks a question in several orders, of questions that
+    are right in all; then how often no option could be read."""
+    return _scored(sheet, said, chosen(sheet, said))
 
 
 def choices_or(rule: Rule) -> Callable[[Sheet, Said], list[Score]]:

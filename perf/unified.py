@@ -22,6 +22,7 @@ from record import record
 
 from vitrail import recipe
 from vitrail.generate.answers import Reading
+from vitrail.generate.masked import settles
 from vitrail.generate.pictures import Drawing, draw
 from vitrail.generate.sampling import Sampling
 from vitrail.models.unified import Unified
@@ -91,7 +92,8 @@ def measured(model: Unified) -> dict[str, dict[str, float]]:
     # In raster order and while an answer is written, one token a pass is read; otherwise the whole sequence.
     block = model.decoder.blocks[0]
     one, whole = product_rate(block, 2), product_rate(block, 2 * (PROMPT + 1 + N))
-    passes = [Work.causal(PROMPT + 1 + N, 2)] if raster else [Work.full(PROMPT + 1 + N, 2)] * STEPS
+    made = sum(settles(torch.tensor([N]), STEPS))  # of the passes asked for, those that settle a code
+    passes = [Work.causal(PROMPT + 1 + N, 2)] if raster else [Work.full(PROMPT + 1 + N, 2)] * made
     reading = cost.flops(model, Work.prefill(1 + N + PROMPT)), cost.flops(model, Work.causal(ANSWER - 1))
     floors = {
         "answer": reading[0] / whole + reading[1] / one,

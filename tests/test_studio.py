@@ -211,6 +211,7 @@ def test_what_is_of_another_type_is_named(studio, folder):
         (lambda: studio.draw("a", seed="x"), "seed of 'x'"), (lambda: vitrail.load(None), "None names no model"),
         (lambda: studio.inpaint(a, "x", (0, 1)), "2 numbers"), (lambda: studio.ask(a, "x", temprature=1), "temper"),
         (lambda: studio.ask(a, "x", sampling=GREEDY, seed=1), "beside it"),
+        (lambda: studio.ask(a, "x", tokenizer=studio.words), "no 'tokenizer'"),
         (lambda: studio.draw("a dog " * 9999), r"pass the \d+ the model was made for"),
         (lambda: studio.draw("a", negative="a dog " * 9999), "shorten the prompt"),
     ):  # fmt: skip

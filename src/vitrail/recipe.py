@@ -179,8 +179,10 @@ class Recipe(Config):
                 )
             choose_trainable(model, stage.train)
             group_parameters(model, stage.optim)
+            decoder = getattr(model, "decoder", model)
+            context = decoder.config.context if isinstance(decoder, Decoder) else None
             for name in (*stage.mixture.weights, *stage.judge):
-                source, context = self.sources[name], _context(model)
+                source = self.sources[name]
                 if isinstance(source, TextConfig) and context is not None and source.length > context:
                     raise ConfigError(
                         f"texts of {source.length:,} tokens for a model that was made for {context:,}",
@@ -487,12 +489,6 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
     if alone:
         fresh = dict.fromkeys(key.split(".")[0] for key in alone)
         sys.stderr.write(f"{name} starts from {other.start} but for {', '.join(fresh)}\n")
-
-
-def _context(model: nn.Module) -> int | None:
-    """The tokens a model was made for; None of one that is not made of a decoder."""
-    decoder = model if isinstance(model, Decoder) else getattr(model, "decoder", None)
-    return decoder.config.context if isinstance(decoder, Decoder) else None
 
 
 def _check_vocabulary(config: Any, size: int) -> None:

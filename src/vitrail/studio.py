@@ -143,7 +143,7 @@ class Studio:
         if not asked or not all(question.strip() for question in asked):
             raise ConfigError("a question without words", "ask something")
         named: dict[str, Any] = {key: more.pop(key) for key in list(more) if key in Sampling.__struct_fields__}
-        known = set(inspect.signature(answer).parameters)
+        known = {name for name, one in inspect.signature(answer).parameters.items() if one.kind is one.KEYWORD_ONLY}
         if unknown := sorted(set(more) - known):
             raise ConfigError(f"an answer has no {unknown[0]!r}", nearest(unknown[0], [*known, *SAMPLED, "seed"]))
         if named:

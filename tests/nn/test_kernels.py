@@ -5,10 +5,6 @@ import pytest
 from helpers import interpreted
 
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from vitrail.nn.kernels.paint import BLOCK, _paint  # noqa: E402
 
 SCRIPT = """
 import torch
@@ -76,6 +72,11 @@ def test_kernels_agree_with_plain_torch():
 @pytest.mark.parametrize("shaded", [False, True])
 def test_the_painter_becomes_machine_code_without_a_gpu(generation, shaded):
     """The interpreter takes what a compiler would not: a variable of two types, say."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vitrail.nn.kernels.paint import BLOCK, _paint
+
     names = _paint.arg_names
     kinds = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
     kinds |= {"out_ptr": "*u8", "SHADED": "constexpr", "BLOCK": "constexpr"}

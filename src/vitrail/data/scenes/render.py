@@ -49,7 +49,8 @@ def render(
     look: Look | None = None,
 ) -> Tensor:
     """uint8 (B, 3, H, W). `size` is a side or (H, W); without a `way` it is windows on a CPU, and everywhere on what
-    would have to wait for the host; `opacity` is that of all objects; `look` says how each differs from how it was designed."""
+    would have to wait for the host; `opacity` is that of all objects; `look` says how each differs from how it was
+    designed."""
     H, W = _size(size)
     way = _usual(scenes.box.device) if way is None else way
     share = round(256 * opacity)

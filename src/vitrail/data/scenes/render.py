@@ -13,6 +13,7 @@ B scenes, O object slots, H, W pixels, L lines of windows, P pixels of windows.
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from vitrail.data.scenes.texture import Texture
 from vitrail.errors import ImageError
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}  # pixels worked on at once
+_FUSED = find_spec("triton") is not None
 _FINE = (4, 3)  # texels a pixel, at least, of the level that is read: between the sharpest and the smoothest
 
 Way = Literal["windows", "everywhere"]
@@ -48,11 +50,10 @@ def render(
     opacity: float = 1.0,
     look: Look | None = None,
 ) -> Tensor:
-    """uint8 (B, 3, H, W). `size` is a side or (H, W); without a `way` it is windows on a CPU, and everywhere on what
-    would have to wait for the host; `opacity` is that of all objects; `look` says how each differs from how it was
-    designed."""
+    """uint8 (B, 3, H, W). `size` is a side or (H, W); without a `way` it is the fastest of the device that asks it for
+    nothing; `opacity` is that of all objects; `look` says how each differs from how it was designed."""
     H, W = _size(size)
-    way = _usual(scenes.box.device) if way is None else way
+    way = _fastest(scenes.box.device) if way is None else way
     share = round(256 * opacity)
     out = scenes.box.new_empty(len(scenes), 3, H, W, dtype=torch.uint8)
     for rows, objects in _chunks(scenes, atlas, H, W, look):
@@ -102,8 +103,10 @@ def _size(size: int | tuple[int, int]) -> tuple[int, int]:
     return H, W
 
 
-def _usual(device: torch.device) -> Way:
-    return "windows" if device.type == "cpu" else "everywhere"
+def _fastest(device: torch.device) -> Way | Literal["fused"]:
+    if device.type == "cpu":
+        return "windows"
+    return "fused" if _FUSED and device.type == "cuda" and not torch.compiler.is_compiling() else "everywhere"
 
 
 def _chunks(scenes: Scenes, atlas: Atlas, H: int, W: int, look: Look | None) -> Iterator[tuple[slice, "_Objects"]]:

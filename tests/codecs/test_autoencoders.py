@@ -1,4 +1,5 @@
-"""The convolutional pair against diffusers' AutoencoderKL: codes, variances, pixels and gradients, at odd sizes."""
+"""The convolutional pair against diffusers' AutoencoderKL and VQModel: codes, variances, pixels and gradients, at odd
+sizes."""
 
 import random
 
@@ -7,18 +8,17 @@ import torch
 
 from helpers import randomize, relative
 from vitrail.codecs.codec import Codec
-from vitrail.hub.autoencoders import AUTOENCODER_KL
+from vitrail.hub.autoencoders import AUTOENCODER_KL, VQ_MODEL
+from vitrail.hub.family import Family
 
 diffusers = pytest.importorskip("diffusers")
-AutoencoderKL = diffusers.AutoencoderKL  # the import takes seconds: here, not in the first test
+KINDS = {AUTOENCODER_KL: diffusers.AutoencoderKL, VQ_MODEL: diffusers.VQModel}  # takes seconds: not in the first test
 
 CASES = 12
 
 
-def odd(seed: int) -> dict:
-    """Settings that AutoencoderKL takes, and nobody would choose."""
-    draw = random.Random(seed)
-    levels, groups = draw.randint(1, 3), draw.choice([1, 2, 4])
+def odd_net(draw: random.Random, groups: int) -> dict:
+    levels = draw.randint(1, 3)
     attention = [draw.random() < 0.3 for _ in range(levels)]
     channels = draw.choice([1, 3])
     return {
@@ -32,18 +32,34 @@ def odd(seed: int) -> dict:
         "norm_num_groups": groups,
         "sample_size": 32,
         "scaling_factor": draw.choice([0.18215, 0.5]),
-        "shift_factor": draw.choice([None, 0.25]),
-        "use_quant_conv": (bridge := draw.random() < 0.7),
-        "use_post_quant_conv": bridge if draw.random() < 0.7 else not bridge,
         "mid_block_add_attention": draw.random() < 0.7,
     }
 
 
-def pair(about: dict, seed: int) -> tuple[torch.nn.Module, Codec]:
-    theirs = randomize(AutoencoderKL(**about), seed, spread=0.3).eval()
-    config = AUTOENCODER_KL.read(about)
+def odd(seed: int) -> dict:
+    """Settings that AutoencoderKL takes, and nobody would choose."""
+    draw = random.Random(seed)
+    return odd_net(draw, draw.choice([1, 2, 4])) | {
+        "shift_factor": draw.choice([None, 0.25]),
+        "use_quant_conv": (bridge := draw.random() < 0.7),
+        "use_post_quant_conv": bridge if draw.random() < 0.7 else not bridge,
+    }
+
+
+def odd_vq(seed: int) -> dict:
+    """The same of VQModel, every second with modulated norms, which have 32 groups."""
+    draw = random.Random(seed)
+    about = odd_net(draw, 32 if seed % 2 else draw.choice([1, 2, 4])) | {"num_vq_embeddings": draw.randint(2, 40)}
+    if seed % 2:
+        return about | {"norm_type": "spatial"}
+    return about | {"vq_embed_dim": draw.choice([None, 1, 3])}
+
+
+def pair(about: dict, seed: int, family: Family = AUTOENCODER_KL) -> tuple[torch.nn.Module, Codec]:
+    theirs = randomize(KINDS[family](**about), seed, spread=0.3).eval()
+    config = family.read(about)
     state, ours = theirs.state_dict(), {}
-    for move in AUTOENCODER_KL.moves(config):
+    for move in family.moves(config):
         ours |= zip(move.ours, move.pull([state.pop(name) for name in move.theirs]), strict=True)
     assert not state
     codec = Codec(config).eval()
@@ -71,10 +87,16 @@ def test_equals_diffusers_with_gradients(seed):
     again.square().sum().backward()
     reference.square().sum().backward()
     assert relative(mine.grad, other.grad) < 1e-9
+    same_slopes(theirs, codec, AUTOENCODER_KL)
+
+
+def same_slopes(theirs: torch.nn.Module, codec: Codec, family: Family, but: str = "") -> None:
     slopes = {name: p.grad for name, p in codec.named_parameters()}
     state = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in theirs.named_parameters()}
     largest = max(slope.abs().max().item() for slope in state.values())
-    for move in AUTOENCODER_KL.moves(codec.config):
+    for move in family.moves(codec.config):
+        if but and but in move.theirs:
+            continue
         for name, slope in zip(move.ours, move.pull([state[name] for name in move.theirs]), strict=True):
             own = slopes[name] if slopes[name] is not None else torch.zeros_like(slope)
             assert (own - slope).abs().max().item() < 1e-9 * largest, name
@@ -89,6 +111,37 @@ def test_equals_diffusers_in_float32():
         codes = codec.encode(pixels).codes
         assert relative(codes.movedim(-1, 1), drawn.mean) < 1e-5
         assert relative(codec.decode(codes), theirs.decode(drawn.mean).sample) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_codebook_equals_diffusers_with_gradients(seed):
+    """In float64, but for the codes, which are kept in float32."""
+    theirs, codec = (model.double() for model in pair(odd_vq(seed), seed, VQ_MODEL))
+    pixels = some_pixels(codec, seed).double()
+    mine, other = pixels.clone().requires_grad_(), pixels.clone().requires_grad_()
+    again, found = codec(mine)
+    features = theirs.encode(other).latents
+    assert torch.equal(found.ids.flatten(), theirs.quantize(features)[2][2])
+    reference = theirs.decode(features)
+    assert relative(again, reference.sample) < 1e-11
+
+    # Their quarter is at what moves the codes, where the paper has it at what moves the features.
+    (again.square().sum() + found.losses["commit"] + 0.25 * found.losses["codebook"]).backward()
+    (reference.sample.square().sum() + reference.commit_loss).backward()
+    assert relative(mine.grad, other.grad) < 1e-9
+    codes = "quantize.embedding.weight"
+    same_slopes(theirs, codec, VQ_MODEL, but=codes)
+    assert relative(codec.quantizer.learned.grad, theirs.quantize.embedding.weight.grad) < 1e-5
+
+
+def test_a_code_scales_and_shifts_the_places_that_it_stands_for_and_no_others():
+    _, codec = pair(odd_vq(1), 1, VQ_MODEL)
+    norm = codec.decoder.norm
+    x, codes = torch.randn(1, norm.norm.num_channels, 4, 6), torch.randn(1, norm.scale.in_channels, 2, 3)
+    moved = codes.clone()
+    moved[..., 1, 2] += 1
+    changed = (norm(x, codes) != norm(x, moved)).any(1)[0]
+    assert changed[2:, 4:].all() and changed.sum() == 4
 
 
 def some_pixels(codec: Codec, seed: int) -> torch.Tensor:
@@ -109,7 +162,8 @@ def test_a_sample_has_the_mean_and_the_variance():
 
 
 def test_settings_survive_the_way_there_and_back():
-    for seed in range(40):
-        config = AUTOENCODER_KL.read(odd(seed))
-        assert AUTOENCODER_KL.fits(config), odd(seed)
-        assert AUTOENCODER_KL.read(AUTOENCODER_KL.write(config)) == config
+    for family, settings in ((AUTOENCODER_KL, odd), (VQ_MODEL, odd_vq)):
+        for seed in range(40):
+            config = family.read(settings(seed))
+            assert family.fits(config), settings(seed)
+            assert family.read(family.write(config)) == config

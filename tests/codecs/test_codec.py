@@ -164,7 +164,7 @@ def test_bytes_come_back():
 def test_cost_is_what_torch_counts(make, name):
     codec = built(make(QUANTIZERS[name]))
     if make is conv:
-        codec = built(conv(QUANTIZERS[name], levels=(1, 2)))
+        codec = built(conv(QUANTIZERS[name], levels=(1, 2), modulated=name in ("vq", "kl")))
     pixels = torch.rand(2, 3, 8, 12) * 2 - 1
     work = codec.work(2, 8, 12)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -204,6 +204,8 @@ def test_released_sizes():
 
     codec, count = of("sd-vae")
     assert count == 83_653_863  # as the released file holds
+    assert of("movq")[1] + 16_384 * 4 == 67_832_495  # diffusers' VQModel of Kandinsky's config
+    assert of("amused")[1] + 8192 * 64 == 146_244_675  # and of aMUSEd's
     codec, count = of("gaia1")
     h, w = (side // codec.factor for side in codec.size)
     assert (h, w, h * w, codec.bits) == (18, 32, 576, 13)

@@ -1,4 +1,4 @@
-"""Codecs on disk: our own format, diffusers' AutoencoderKL, and QLIP's layout against its equations written out."""
+"""Codecs on disk: our own format, diffusers' AutoencoderKL and VQModel, and QLIP's layout against its equations."""
 
 import json
 import random
@@ -106,7 +106,7 @@ def test_older_names_of_attention(tmp_path):
         ({"norm_num_groups": 3}, "groups"),
         ({"sample_size": -1}, "size"),
         ({"layers_per_block": 3}, "no tensor"),
-        ({"_class_name": "VQModel"}, "unknown"),
+        ({"_class_name": "AsymmetricAutoencoderKL"}, "unknown"),
     ],
 )
 def test_what_is_not_built_is_refused(tmp_path, change, says):
@@ -118,9 +118,81 @@ def test_what_is_not_built_is_refused(tmp_path, change, says):
 
 
 def test_a_codec_that_is_no_autoencoder_kl_is_not_written_as_one(tmp_path):
-    codec = Codec(CodecConfig(net=ConvPairConfig(**NET), quantizer=VQConfig(codes=8, dim=4)))
+    net = ConvPairConfig(**NET)
+    for quantizer in (FSQConfig(levels=(8, 5)), VQConfig(codes=8, dim=4, metric="cosine")):
+        with pytest.raises(CheckpointError, match="no Hugging Face family"):
+            to_hf(Codec(CodecConfig(net=net, quantizer=quantizer)), tmp_path)
+    modulated = CodecConfig(net=net.with_(modulated=True), quantizer=VQConfig(codes=8, dim=4))  # of 4 groups
     with pytest.raises(CheckpointError, match="no Hugging Face family"):
-        to_hf(codec, tmp_path)
+        to_hf(Codec(modulated), tmp_path)
+
+
+# ---- VQModel ----------------------------------------------------------------------------------------------------
+
+WIDE = {"widths": (32, 64), "layers": 1, "latent": 5, "levels": (1,), "size": (16, 16)}
+
+
+def booked(learn="gradient", modulated=True) -> Codec:
+    net = ConvPairConfig(**WIDE, modulated=modulated)
+    book = VQConfig(codes=30, dim=5, learn=learn, start=0)
+    return randomize(Codec(CodecConfig(net=net, quantizer=book, scale=0.5))).eval()
+
+
+@pytest.mark.parametrize("modulated", [False, True])
+@pytest.mark.parametrize("learn", ["ema", "gradient"])
+@torch.no_grad()
+def test_codebooks_go_to_diffusers_and_come_back(tmp_path, learn, modulated):
+    codec = booked(learn, modulated)
+    to_hf(codec, tmp_path / "ours")
+    theirs = diffusers.VQModel.from_pretrained(tmp_path / "ours").eval()
+    pixels = torch.rand(2, 3, 8, 12) * 2 - 1
+    found, features = codec.encode(pixels), theirs.encode(pixels).latents
+    assert torch.equal(found.ids.flatten(), theirs.quantize(features)[2][2])
+    assert relative(codec.decode(found.codes), theirs.decode(features).sample) < 1e-5
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = from_hf(tmp_path / "theirs")
+    assert again.config.with_(quantizer=codec.config.quantizer) == codec.config
+    assert torch.equal(again.quantizer.table(), codec.quantizer.table())
+    assert torch.equal(again.reconstruct(pixels), codec.reconstruct(pixels))
+
+
+def test_a_codebook_that_came_with_its_codes_is_not_started_anew(tmp_path):
+    to_hf(booked(), tmp_path)
+    codec = load(tmp_path).train()
+    before = codec.quantizer.table().clone()
+    codec(torch.rand(1, 3, 8, 8) * 2 - 1)[0].square().sum().backward()
+    assert torch.equal(codec.quantizer.table(), before)
+    assert codec.decoder.norm.scale.weight.grad.abs().sum() > 0
+
+
+def test_codes_stay_exact_where_weights_are_halves(tmp_path):
+    to_hf(booked(), tmp_path)
+    theirs = diffusers.VQModel.from_pretrained(tmp_path).half()
+    theirs.save_pretrained(tmp_path)
+    codec = load(tmp_path)
+    assert codec.quantizer.codebook.dtype == torch.float32 and codec.device.type == "cpu"
+    assert torch.equal(codec.quantizer.table(), theirs.quantize.embedding.weight.float())
+    codec = load(tmp_path, dtype=torch.float32)
+    assert codec.reconstruct(torch.rand(1, 3, 8, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"norm_num_groups": 8}, "32 groups"),
+        ({"vq_embed_dim": 3}, "as wide as"),
+        ({"norm_type": "layer"}, "norm_type"),
+        ({"num_vq_embeddings": 0}, "num_vq_embeddings"),
+        ({"num_vq_embeddings": 31}, "shape"),
+        ({"norm_type": "group"}, "no tensor"),
+    ],
+)
+def test_codebooks_that_are_not_built_are_refused(tmp_path, change, says):
+    to_hf(booked(), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(VitrailError, match=says):
+        load(tmp_path)
 
 
 # ---- QLIP: the published forward pass, on the names of the published file ---------------------------------------

@@ -75,7 +75,7 @@ class Codec(nn.Module):
             # A bottleneck that reads a mean and a variance has as many channels of each.
             E = net.latent * reads // gives
             self.encoder: nn.Module = ConvEncoder(net, E)
-            self.decoder: nn.Module = ConvDecoder(net)
+            self.decoder: nn.Module = ConvDecoder(net, gives)
         else:
             E = net.encoder.block.width
             self.encoder, self.decoder = ViT(net.encoder), ViTDecoder(net)
@@ -162,7 +162,8 @@ class Codec(nn.Module):
         """codes (B, h, w, d) → pixels (B, C, H, W), not clamped"""
         if codes.ndim != 4 or codes.shape[-1] != self.quantizer.width:
             raise ImageError(f"codes of shape {tuple(codes.shape)}", f"give (B, h, w, {self.quantizer.width})")
-        pixels = self.decoder(self.out_of(codes))
+        read = self.out_of(codes)
+        pixels = self.decoder(read, codes) if isinstance(self.decoder, ConvDecoder) else self.decoder(read)
         if self.config.halved:
             return pixels
         mean, std = self._norm(pixels)

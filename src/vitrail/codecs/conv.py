@@ -1,7 +1,7 @@
-"""The convolutional pair of VQGAN, SD-VAE and GAIA-1: ResNet levels, each half as wide and high as the one before.
+"""The convolutional pair of VQGAN, MoVQ, SD-VAE and GAIA-1: ResNet levels, each half as wide and high as the last.
 
-The layers are those of diffusers' AutoencoderKL, so that its weights fit: GroupNorm and SiLU before every convolution,
-attention in the middle, strided convolutions down, nearest neighbours and a convolution up.
+The layers are those of diffusers' AutoencoderKL and VQModel, so that their weights fit: GroupNorm and SiLU before every
+convolution, attention in the middle, strided convolutions down, nearest neighbours and a convolution up.
 
 B batch, C channels, H, W pixels, h, w codes along a side, E width of the features
 """
@@ -24,6 +24,8 @@ class ConvPairConfig(Config, tag="conv", tag_field="kind"):
     attention  attention in the middle, between two ResNet blocks
     levels     which levels have attention behind each of their ResNet blocks too (VQGAN: the coarsest)
     groups     of the norms
+    modulated  whether the decoder's norms are scaled and shifted by the codes at their place (MoVQ), so that a code
+               is still heard where many layers lie between
     size       height and width of the pictures it was made for; others that `factor` divides will do
     """
 
@@ -33,6 +35,7 @@ class ConvPairConfig(Config, tag="conv", tag_field="kind"):
     attention: bool = True
     levels: tuple[int, ...] = ()
     groups: int = 32
+    modulated: bool = False
     channels: int = 3
     size: tuple[int, int] = (256, 256)
 
@@ -58,33 +61,60 @@ class ConvPairConfig(Config, tag="conv", tag_field="kind"):
             raise ConfigError(f"size {self.size} is no multiple of {self.factor}", "give sides that it divides")
 
 
+class Norm(nn.GroupNorm):
+    """A norm that heeds no codes."""
+
+    def forward(self, input: Tensor, codes: Tensor | None = None) -> Tensor:
+        return super().forward(input)
+
+
+class Modulated(nn.Module):
+    """A norm whose scale and shift are read from the codes (B, d, h, w) at its place."""
+
+    def __init__(self, groups: int, width: int, codes: int):
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, width, EPS)
+        self.scale = nn.Conv2d(codes, width, 1)
+        self.shift = nn.Conv2d(codes, width, 1)
+
+    def forward(self, x: Tensor, codes: Tensor) -> Tensor:
+        # One product a code, and then nearest neighbours: a product at every place would give the same.
+        scale, shift = (F.interpolate(part(codes), x.shape[-2:]) for part in (self.scale, self.shift))
+        return self.norm(x) * scale + shift
+
+
+def _norm(groups: int, width: int, codes: int) -> nn.Module:
+    """`codes` is the width of the codes that it heeds, 0 for none."""
+    return Modulated(groups, width, codes) if codes else Norm(groups, width, EPS)
+
+
 class ResNet(nn.Module):
     """x + conv(conv(x)), each behind a norm and SiLU."""
 
-    def __init__(self, width: int, out: int, groups: int):
+    def __init__(self, width: int, out: int, groups: int, codes: int = 0):
         super().__init__()
-        self.norm1 = nn.GroupNorm(groups, width, EPS)
+        self.norm1 = _norm(groups, width, codes)
         self.conv1 = nn.Conv2d(width, out, 3, padding=1)
-        self.norm2 = nn.GroupNorm(groups, out, EPS)
+        self.norm2 = _norm(groups, out, codes)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1)
         self.shortcut = nn.Identity() if width == out else nn.Conv2d(width, out, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x)))
-        return self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        y = self.conv1(F.silu(self.norm1(x, codes)))
+        return self.shortcut(x) + self.conv2(F.silu(self.norm2(y, codes)))
 
 
 class Around(nn.Module):
     """x + attention(norm(x)) between all places of a picture, with one head."""
 
-    def __init__(self, width: int, groups: int):
+    def __init__(self, width: int, groups: int, codes: int = 0):
         super().__init__()
-        self.norm = nn.GroupNorm(groups, width, EPS)
+        self.norm = _norm(groups, width, codes)
         self.op = Attention(width, AttentionConfig(heads=1, bias="all"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
         h, w = x.shape[-2:]
-        y = self.op(self.norm(x).flatten(2).mT, Plan())  # (B, h·w, C)
+        y = self.op(self.norm(x, codes).flatten(2).mT, Plan())  # (B, h·w, C)
         return x + y.mT.unflatten(-1, (h, w))
 
 
@@ -110,24 +140,40 @@ class Up(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-class Level(nn.Sequential):
+class Through(nn.Identity):
+    """What is told of the codes, and does nothing."""
+
+    def forward(self, input: Tensor, codes: Tensor | None = None) -> Tensor:
+        return input
+
+
+class Blocks(nn.ModuleList):
+    """One behind the other, each told of the codes."""
+
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        for block in self:
+            x = block(x, codes)
+        return x
+
+
+class Level(Blocks):
     """ResNet blocks, each with attention behind it where `attention` says so."""
 
-    def __init__(self, width: int, out: int, count: int, groups: int, attention: bool):
+    def __init__(self, width: int, out: int, count: int, groups: int, attention: bool, codes: int = 0):
         parts: list[nn.Module] = []
         for i in range(count):
-            parts.append(ResNet(out if i else width, out, groups))
+            parts.append(ResNet(out if i else width, out, groups, codes))
             if attention:
-                parts.append(Around(out, groups))
-        super().__init__(*parts)
+                parts.append(Around(out, groups, codes))
+        super().__init__(parts)
 
 
-class Middle(nn.Sequential):
+class Middle(Blocks):
     """ResNet, attention, ResNet."""
 
-    def __init__(self, width: int, groups: int, attention: bool):
-        inner = Around(width, groups) if attention else nn.Identity()
-        super().__init__(ResNet(width, width, groups), inner, ResNet(width, width, groups))
+    def __init__(self, width: int, groups: int, attention: bool, codes: int = 0):
+        inner = Around(width, groups, codes) if attention else Through()
+        super().__init__([ResNet(width, width, groups, codes), inner, ResNet(width, width, groups, codes)])
 
 
 class ConvEncoder(nn.Module):
@@ -156,28 +202,31 @@ class ConvEncoder(nn.Module):
 
 
 class ConvDecoder(nn.Module):
-    """codes (B, h, w, latent) → pixels (B, C, H, W). Levels stand as in the encoder, the finest first."""
+    """features (B, h, w, latent) → pixels (B, C, H, W). Levels stand as in the encoder, the finest first. If it is
+    modulated it is also given the codes (B, h, w, d) that the features were made of; `d` is their width."""
 
-    def __init__(self, config: ConvPairConfig):
+    def __init__(self, config: ConvPairConfig, d: int):
         super().__init__()
         self.config, widths, groups = config, config.widths, config.groups
+        heeds = d if config.modulated else 0
         self.first = nn.Conv2d(config.latent, widths[-1], 3, padding=1)
-        self.middle = Middle(widths[-1], groups, config.attention)
+        self.middle = Middle(widths[-1], groups, config.attention, heeds)
         self.levels = nn.ModuleList(
-            Level(widths[min(i + 1, len(widths) - 1)], out, config.layers + 1, groups, i in config.levels)
+            Level(widths[min(i + 1, len(widths) - 1)], out, config.layers + 1, groups, i in config.levels, heeds)
             for i, out in enumerate(widths)
         )
         self.ups = nn.ModuleList(Up(out) for out in widths[1:])  # the one at i leads to level i
-        self.norm = nn.GroupNorm(groups, widths[0], EPS)
+        self.norm = _norm(groups, widths[0], heeds)
         self.last = nn.Conv2d(widths[0], config.channels, 3, padding=1)
 
-    def forward(self, codes: Tensor) -> Tensor:
-        x = self.middle(self.first(codes.movedim(-1, 1)))
+    def forward(self, features: Tensor, codes: Tensor) -> Tensor:
+        codes = codes.movedim(-1, 1)
+        x = self.middle(self.first(features.movedim(-1, 1)), codes)
         for i in reversed(range(len(self.levels))):
-            x = self.levels[i](x)
+            x = self.levels[i](x, codes)
             if i:
                 x = self.ups[i - 1](x)
-        return self.last(F.silu(self.norm(x)))
+        return self.last(F.silu(self.norm(x, codes)))
 
 
 # ---- costs: `work` is that of the codes; a level i above them has 4^i as many places ------------------------------
@@ -199,7 +248,9 @@ def _pair_flops(module: ConvEncoder | ConvDecoder, work: Work) -> int:
     outer, inner = (module.first, module.last) if isinstance(module, ConvEncoder) else (module.last, module.first)
     total = cost.flops(outer, _finer(work, top)) + cost.flops(inner, work) + cost.flops(module.middle, work)
     total += sum(cost.flops(level, _finer(work, top - i)) for i, level in enumerate(module.levels))
-    return total + sum(cost.flops(step, _finer(work, top - i - gives)) for i, step in enumerate(steps))
+    total += sum(cost.flops(step, _finer(work, top - i - gives)) for i, step in enumerate(steps))
+    heeding = [part for part in module.modules() if isinstance(part, Modulated)]
+    return total + sum(cost.flops(own, work) for part in heeding for own in (part.scale, part.shift))
 
 
 @cost.flops.register
@@ -208,8 +259,9 @@ def _(module: nn.Conv2d, work: Work) -> int:
     return 2 * module.weight.numel() * work.tokens
 
 
-@cost.flops.register
-def _(module: nn.GroupNorm, work: Work) -> int:
+@cost.flops.register(nn.GroupNorm)
+@cost.flops.register(Modulated)  # its products are made at the codes' resolution: see `_pair_flops`
+def _(module: nn.Module, work: Work) -> int:
     return 0
 
 
@@ -221,5 +273,5 @@ for _kind in PARTS:
     cost.flops.register(_kind, _sum_flops)
 for _kind in (ConvEncoder, ConvDecoder):
     cost.flops.register(_kind, _pair_flops)
-for _kind in (*PARTS, ConvEncoder, ConvDecoder, nn.Conv2d, nn.GroupNorm):
+for _kind in (*PARTS, Modulated, ConvEncoder, ConvDecoder, nn.Conv2d, nn.GroupNorm):
     cost.bytes.register(_kind, cost.sum_bytes)

@@ -1,4 +1,4 @@
-"""Released codecs as rows: VQGAN, Stable Diffusion's VAE, GAIA-1's tokenizer, BSQ-ViT, QLIP."""
+"""Released codecs as rows: VQGAN, MoVQ, aMUSEd's, Stable Diffusion's VAE, GAIA-1's tokenizer, BSQ-ViT, QLIP."""
 
 from typing import Any
 
@@ -49,10 +49,13 @@ def _qlip(size: str, patch: int, image: int, embed: int, bits: int = 28) -> Code
     return CodecConfig(net=pair, quantizer=BSQConfig(bits=bits), into="mlp", out_of="mlp", mean=norm.mean, std=norm.std)
 
 
-def _vqgan(codes: int, widths: tuple[int, ...] = (128, 128, 256, 256, 512), **more: Any) -> CodecConfig:
-    levels = (len(widths) - 1,)
-    net = ConvPairConfig(widths=widths, latent=256, levels=levels, **more)
-    return CodecConfig(net=net, quantizer=VQConfig(codes=codes, dim=256))
+def _vqgan(
+    codes: int, widths: tuple[int, ...] = (128, 128, 256, 256, 512), dim: int = 256, around: bool = True, **more: Any
+) -> CodecConfig:
+    """`around`: with attention, in the middle and at the coarsest level."""
+    levels = (len(widths) - 1,) if around else ()
+    net = ConvPairConfig(widths=widths, latent=dim, attention=around, levels=levels, **more)
+    return CodecConfig(net=net, quantizer=VQConfig(codes=codes, dim=dim))
 
 
 def _vae(latent: int, size: int, scale: float, shift: float = 0.0, bridge: Any = "linear") -> CodecConfig:
@@ -63,6 +66,8 @@ def _vae(latent: int, size: int, scale: float, shift: float = 0.0, bridge: Any =
 CODECS: dict[str, CodecConfig] = {
     "vqgan-f16-1024":  _vqgan(1024),
     "vqgan-f16-16384": _vqgan(16_384),
+    "movq":            _vqgan(16_384, (128, 256, 256, 512), 4, modulated=True, size=(512, 512)),
+    "amused":          _vqgan(8192, (128, 256, 256, 512, 768), 64, around=False, size=(512, 512)),
     "sd-vae":          _vae(4, 256, 0.18215),
     "sdxl-vae":        _vae(4, 1024, 0.13025),
     "flux-vae":        _vae(16, 1024, 0.3611, 0.1159, "none"),

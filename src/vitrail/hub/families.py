@@ -4,7 +4,7 @@ from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.video import VideoCodec, VideoCodecConfig
 from vitrail.encoders import SAM, Hybrid, HybridConfig, PackedViT, PackedViTConfig, SAMConfig, TiledViT, TiledViTConfig
-from vitrail.hub.autoencoders import AUTOENCODER_KL
+from vitrail.hub.autoencoders import AUTOENCODER_KL, VQ_MODEL
 from vitrail.hub.blip2 import BLIP2, BLIP2_TEXT, BLIP2_TOWER
 from vitrail.hub.decoders import DECODERS
 from vitrail.hub.deepseek_vl import DEEPSEEK_VL
@@ -61,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(*DECODERS, OPT, *ENCODERS, *TOWERS_VL, BLIP2_TOWER, *LLAVA, *QWEN_VL, MLLAMA, IDEFICS, BLIP2, INTERNVL),
-        *(LLAVA_NEXT_VIDEO, LLAVA_ONEVISION, *DEEPSEEK_VL, BLIP2_TEXT, EVA02, AUTOENCODER_KL, QLIP_FAMILY),
+        *(LLAVA_NEXT_VIDEO, LLAVA_ONEVISION, *DEEPSEEK_VL, BLIP2_TEXT, EVA02, AUTOENCODER_KL, VQ_MODEL, QLIP_FAMILY),
     )
 }
 """model_type, or the first word of timm's architecture → family; a model is exported as the first that fits."""

@@ -210,7 +210,7 @@ def test_a_file_is_its_frames(both, clip, family):
 def test_times_of_a_patch_are_those_of_transformers(both, clip):
     from transformers.video_utils import VideoMetadata
 
-    from vitrail.talker.videos import watch
+    from vitrail.models.videos import watch
 
     _, talker = both("qwen2_5_vl")
     seen = watch(Video(clip, frames=6), talker.model.config)

@@ -24,13 +24,13 @@ from vitrail.errors import ConfigError, VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.families import FAMILIES
 from vitrail.hub.llava import whole_spelt
+from vitrail.models.videos import watch
 from vitrail.processing.anyres import GRIDS_ONEVISION, AnyRes
 from vitrail.processing.footage import FILE, Footage
 from vitrail.processing.text import Tokenizer
 from vitrail.stream import build, pack, split, video, words
 from vitrail.talker import Video
 from vitrail.talker.said import parts_of, place
-from vitrail.talker.videos import watch
 
 IMAGE, VIDEO = 98, 97
 SIZE = {"hidden_size": 30, "intermediate_size": 47, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 99}

@@ -112,7 +112,7 @@ def ask(
 
 
 def _videos(turns: list[Turn]) -> int:
-    from vitrail.talker.videos import is_video
+    from vitrail.models.videos import is_video
 
     return sum(is_video(name) for shown, _ in turns for name in shown)
 

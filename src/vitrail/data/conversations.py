@@ -1,7 +1,7 @@
-"""Conversations about pictures as a source of training samples: LLaVA's files, and whatever else has turns.
+"""Conversations about pictures and videos as a source of training samples: LLaVA's files, and whatever else has turns.
 
-What cannot be learnt (a picture that is not there, a conversation without an answer) is found when a source is opened,
-all of it, and not hours later.
+What cannot be learnt (a picture or video that is not there, a conversation without an answer) is found when a source is
+opened, all of it, and not hours later.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ class ConversationsConfig(Config, tag="conversations", tag_field="kind"):
     """
     data      a file or folder of any format with turns (`vitrail.data.formats`), or what `vitrail data instruct` wrote
     format    its name, where it shall not be guessed
-    pictures  the folder that pictures are named from; beside the file unless given
+    pictures  the folder that pictures and videos are named from; beside the file unless given
     anywhere  whether their names may lead out of it
     part      training reads nine pictures of ten, judging the tenth; which it is follows from a picture's name, so that
-              conversations about one picture stay together
+              conversations about one picture, or video, stay together
     count     the first so many of these; all unless given
     """
 
@@ -49,10 +49,10 @@ class ConversationsConfig(Config, tag="conversations", tag_field="kind"):
 
 
 class ConversationSource:
-    """item → `Sample` with its answers among its turns; its pictures are read when they are asked for.
+    """item → `Sample` with its answers among its turns; its pictures and videos are read when they are asked for.
 
-    `extremes` are the items with the most words and pictures, and one with a system's message, if there are any: what
-    cannot be learnt under some template or length is most likely one of them.
+    `extremes` are the items with the most words, pictures and videos, and one with a system's message, if there are
+    any: what cannot be learnt under some template or length is most likely one of them.
     """
 
     def __init__(self, config: ConversationsConfig, name: str = "conversations"):
@@ -134,8 +134,6 @@ def _problem(sample: Sample) -> tuple[str, str] | None:
     turns = sample.turns[1:] if sample.turns and sample.turns[0].role == "system" else sample.turns
     if not turns:
         return "it has no turns", "a caption or a class is no conversation: use a format with questions and answers"
-    if sample.videos:
-        return "it shows a video", "leave it out: pictures alone are learnt"
     if sample.choices:
         return "its options stand apart from its question", "write them into the question, in LLaVA's format"
     for number, turn in enumerate(turns):
@@ -150,15 +148,15 @@ def _extent(sample: Sample) -> dict[str, int]:
     return {
         "words": sum(len(turn.text) for turn in sample.turns),
         "pictures": len(sample.pictures),
+        "videos": len(sample.videos),
         "system": int(sample.turns[0].role == "system"),
     }
 
 
 def _pictured(sample: Sample) -> list[str]:
-    """What its pictures are called, wherever they lie."""
+    """What its pictures and videos are called, wherever they lie."""
     return [
-        hashlib.blake2b(one, digest_size=8).hexdigest() if isinstance(one, bytes) else one.name
-        for one in sample.pictures
+        hashlib.blake2b(one, digest_size=8).hexdigest() if isinstance(one, bytes) else one.name for one in sample.shown
     ]
 
 
@@ -168,6 +166,6 @@ def _held_out(sample: Sample) -> bool:
 
 
 def _told(sample: Sample) -> bytes:
-    """All that a fingerprint depends on: words, places, and names and sizes of pictures."""
-    sizes = [len(one) if isinstance(one, bytes) else one.stat().st_size for one in sample.pictures]
+    """All that a fingerprint depends on: words, places, and names and sizes of pictures and videos."""
+    sizes = [len(one) if isinstance(one, bytes) else one.stat().st_size for one in sample.shown]
     return msgspec.json.encode([sample.id, sample.turns, _pictured(sample), sizes])

@@ -9,8 +9,8 @@ from vitrail.data.formats.sample import progress
 from vitrail.data.sources.progress import bar
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.harnesses.asked import answered, framework, read_options, shifted, talker_of
+from vitrail.models.videos import is_video
 from vitrail.talker import Talker
-from vitrail.talker.videos import is_video
 
 INSTALL = "lmms-eval"
 IMAGE = "<image>"  # how tasks say where a picture stands, if they say it

@@ -166,7 +166,7 @@ class Rows:
     def work(self, rows: int, asked: int | None = None) -> SeeingWork:
         """What `cost` needs to know of so many: the logits of so many words, or of all, are asked for."""
         model, size = self.model, (self.side, self.side)
-        asked_for = {} if isinstance(model, LookingVLM) else {"questions": self.questions}
+        asked_for: dict[str, Any] = {} if isinstance(model, LookingVLM) else {"questions": self.questions}
         found = model.work([size], len(self.lead) + self.length, rows, **asked_for)
         return found.with_(held=0, asked=rows * self.length if asked is None else asked)
 

@@ -65,6 +65,15 @@ class SeeingWork(Work):
         return cls(**{field: getattr(prompt, field) for field in Work.__struct_fields__}, looks=looks)
 
 
+def summed(one: tuple[Work, ...], other: tuple[Work, ...]) -> tuple[Work, ...]:
+    """Of the same parts that look twice, the work of both."""
+    if not one or not other:
+        return one or other
+    fields = ("tokens", "pairs", "rows")
+    pairs = zip(one, other, strict=True)
+    return tuple(a.with_(**{field: getattr(a, field) + getattr(b, field) for field in fields}) for a, b in pairs)
+
+
 def make_legs(
     work: Work,
     tower: nn.Module,

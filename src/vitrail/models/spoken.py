@@ -1,4 +1,5 @@
-"""A conversation about pictures as a model reads it: words in ids, and the pictures' tokens where they are shown."""
+"""A conversation about pictures and videos as a model reads it: words in ids, and the tokens of what is shown where it
+is shown."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,19 +8,22 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import TextError
+from vitrail.models.videos import Watched
 from vitrail.models.vlm_config import Shape, VLMConfig
 from vitrail.processing.chat import Chat, ChatTemplate, Message
 from vitrail.processing.templates import settled
 from vitrail.processing.text import Tokenizer
-from vitrail.stream import Part, words
+from vitrail.stream import POSITIONS, Part, patch_by_patch, stamp, words
 
 
 class Speech(NamedTuple):
-    """How a model is spoken to: its template, and the ids that stand around a picture and no template writes."""
+    """How a model is spoken to: its template, the ids that stand around a picture and no template writes, and the one
+    that stands for a video, where it reads them."""
 
     template: ChatTemplate
     before: Sequence[int] = ()
     after: Sequence[int] = ()
+    video: int | None = None
 
 
 def begun(chat: Chat, tokenizer: Tokenizer, mark: int) -> Chat:
@@ -92,22 +96,76 @@ def standing(config: VLMConfig, shapes: Sequence[Shape], asked: Asked | None = N
     return [[groups[picture][question]] for picture, question in asked.places]
 
 
-def laid(chat: Chat, shown: Sequence[Sequence[Part]], config: VLMConfig, speech: Speech) -> list[Part]:
-    """The parts of a conversation: words with their loss, and at each mark what stands there."""
-    marks = [at for at, id in enumerate(chat.ids) if id == config.rules.fill]
-    if len(marks) != len(shown):
-        raise TextError(
-            f"{speech.template.name} made {len(marks)} places for {len(shown)} pictures",
-            "use a template that writes one for each, such as template='vicuna'",
-        )
+def laid(
+    chat: Chat,
+    shown: Sequence[Sequence[Part]],
+    config: VLMConfig,
+    speech: Speech,
+    films: Sequence[tuple[Shape, Watched]] = (),
+    tokenizer: Tokenizer | None = None,
+) -> list[Part]:
+    """The parts of a conversation: words with their loss, and at each mark what stands there. Videos may bring words of
+    their own, for which the tokenizer is needed."""
+    stills, clips = iter(shown), iter(films)
+    for mark, given, what in ((config.rules.fill, shown, "pictures"), (speech.video, films, "videos")):
+        if mark is not None and (places := chat.ids.count(mark)) != len(given):
+            raise TextError(
+                f"{speech.template.name} made {places} places for {len(given)} {what}",
+                "use a template that writes one for each, such as template='vicuna'",
+            )
     parts, start = [], 0
     before, after = list(speech.before), list(speech.after)
-    for at, own in zip(marks, shown, strict=True):
-        said = chat.ids[start:at] + before
-        parts += [words(said, [*chat.loss[start:at], *[False] * len(before)]), *own, words(after)]
-        start = at + 1
+    for at, id in enumerate(chat.ids):
+        if id == config.rules.fill:
+            said = chat.ids[start:at] + before
+            parts += [words(said, [*chat.loss[start:at], *[False] * len(before)]), *next(stills), words(after)]
+            start = at + 1
+        elif id == speech.video:
+            assert tokenizer is not None
+            taken, start = _film(chat, start, at, *next(clips), config, speech, tokenizer)
+            parts += taken
     parts.append(words(chat.ids[start:], chat.loss[start:]))
     return [part for part in parts if part.tokens]
+
+
+def _film(
+    chat: Chat,
+    start: int,
+    at: int,
+    shape: Shape,
+    seen: Watched,
+    config: VLMConfig,
+    speech: Speech,
+    tokenizer: Tokenizer,
+) -> tuple[list[Part], int]:
+    """The words from `start` on and the video whose mark is at `at`, and where the words behind it begin. It is one run
+    of tokens; in Qwen3-VL patch by patch behind the time of each; in InternVL frame by frame behind its number."""
+    lead, loss = list(chat.ids[start:at]), list(chat.loss[start:at])
+    clip, behind = config.clip(shape, seconds=seen.seconds), at + 1
+    opened, closed = list(speech.before), list(speech.after)
+    if config.films is not None and config.films.rule == "internvl":
+        said = [f"Frame{n}: " for n in range(1, len(seen.times) + 1)]
+        said[1:] = [f"\n{text}" for text in said[1:]]
+    elif POSITIONS[config.rules.positions].apart:
+        opened, closed = [config.marks["vision_start"]], [config.marks["vision_end"]]
+        if (lead[-1:], chat.ids[behind : behind + 1]) == (opened, closed):  # they stand around each patch instead
+            lead, loss, behind = lead[:-1], loss[:-1], behind + 1
+        said = [stamp(time) for time in seen.times]
+    else:
+        return [words(lead, loss), clip], behind
+    first, learnt = _followed(lead, loss, said[0], tokenizer)
+    ahead = [words([*first, *opened], [*learnt, *[False] * len(opened)])]
+    ahead += [words([*tokenizer.encode(text, literal=True), *opened]) for text in said[1:]]
+    return patch_by_patch(clip, ahead, [words(closed)]), behind
+
+
+def _followed(lead: list[int], loss: list[bool], text: str, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Words, and a text behind them: the last of them may be cut into tokens in another way than without it, and are
+    then not to be learnt."""
+    specials = set(tokenizer.specials.values())
+    last = next((n + 1 for n in reversed(range(len(lead))) if lead[n] in specials), 0)
+    more = tokenizer.encode(tokenizer.decode(lead[last:]) + text, literal=True)
+    return lead[:last] + more, loss[:last] + [False] * len(more)
 
 
 def kept(template: ChatTemplate, tokenizer: Tokenizer) -> str:

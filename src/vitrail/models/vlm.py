@@ -108,10 +108,7 @@ class VLM(nn.Module):
 
     def filmed(self, items: Sequence[Tensor]) -> Shown:
         """Videos (T, C, H, W), normalised, as the tower reads them: packed, or with a view for each frame."""
-        policy = self.config.policy
-        if not isinstance(policy, Tiles | AnyRes):
-            return self.packed(items)
-        return self._here(Shown(torch.cat(list(items)), tuple(policy.film(len(item)) for item in items)))
+        return self._here(filmed(self.config, items))
 
     def _here(self, shown: Shown) -> Shown:
         return shown._replace(pixels=shown.pixels.to(self.decoder.embed.weight))
@@ -245,26 +242,37 @@ class VLM(nn.Module):
     # ---- costs --------------------------------------------------------------------------------------------------
 
     def work(
-        self, sizes: Sequence[tuple[int, int]], words: int, batch: int = 1, questions: int = 1
+        self,
+        sizes: Sequence[tuple[int, int]],
+        words: int,
+        batch: int = 1,
+        questions: int = 1,
+        films: Sequence[Shape] = (),
     ) -> seeing.SeeingWork:
-        """What `cost` needs to know of a prompt of pictures of these sizes (height, width) and so many words behind
-        them, `batch` times: all is read, and the logits of the last token are asked for. Of `questions` about each
-        picture, queries that are fused with them need more than for one."""
+        """What `cost` needs to know of a prompt of pictures of these sizes (height, width), of videos of these shapes,
+        and so many words behind them, `batch` times: all is read, and the logits of the last token are asked for. Of
+        `questions` about each picture, queries that are fused with them need more than for one."""
         config = self.config
         cuts = [config.policy.cut(*size) for size in sizes]
-        soft = [config.tokens(cut, questions) for cut in cuts]
-        prompt = Work.prefill(words + sum(soft), batch)
-        if "image" in config.rules.both:
-            prompt = prompt.with_(pairs=prompt.pairs + batch * sum(n * (n - 1) // 2 for n in soft))
+        soft, played = [config.tokens(cut, questions) for cut in cuts], [config.tokens(film) for film in films]
+        entering = sum(soft) + sum(played)
+        prompt = Work.prefill(words + entering, batch)
+        for kind, counts in zip(SEEN, (soft, played), strict=True):
+            if kind in config.rules.both:
+                prompt = prompt.with_(pairs=prompt.pairs + batch * sum(n * (n - 1) // 2 for n in counts))
         if config.voco:
             unseen, held = self._unseen(soft, words), prompt.held - batch * self._dropped(sizes)
             prompt = prompt.with_(pairs=prompt.pairs - batch * unseen, held=held)
-        grids = [view.grid for cut in cuts for view in cut.views] * batch
-        looks = self._looks(grids)
+        stills = [view.grid for cut in cuts for view in cut.views] * batch
+        frames = [grid for film in films for grid in _frames(film)] * batch
+        if isinstance(self.tower, PackedViT):
+            looks = self._looks(stills + frames)
+        else:  # frames may be read in another way
+            looks = seeing.summed(self._looks(stills), self._looks(frames))
         if self.queries is not None and cuts:  # all words are of the questions
             asked = (words, *[0] * (questions - 1))
             looks += (self.queries.work(config.given(cuts[0]), batch * len(cuts), asked),)
-        return seeing.SeeingWork.of(prompt.with_(context=batch * sum(soft)), *looks)
+        return seeing.SeeingWork.of(prompt.with_(context=batch * entering), *looks)
 
     def step(self, length: int, sizes: Sequence[tuple[int, int]], batch: int = 1) -> Work:
         """The same of one more word, the `length`-th, behind such pictures; those that others stand for are gone."""
@@ -321,6 +329,14 @@ def prepare(config: VLMConfig, images: Sequence[Image.Image]) -> Shown:
     return Shown(torch.stack(views), shapes(config, [(image.height, image.width) for image in images]))
 
 
+def filmed(config: VLMConfig, items: Sequence[Tensor]) -> Shown:
+    """Videos (T, C, H, W), normalised, as the tower of such a model reads them."""
+    policy = config.policy
+    if not isinstance(policy, Tiles | AnyRes):
+        return _blocks(config, items)
+    return Shown(torch.cat(list(items)), tuple(policy.film(len(item)) for item in items))
+
+
 def shapes(config: VLMConfig, sizes: Sequence[tuple[int, int]]) -> tuple[Shape, ...]:
     """Those of pictures of these sizes (height, width)."""
     cuts = [config.policy.cut(*size) for size in sizes]
@@ -347,6 +363,11 @@ def _make_tower(config: TowerConfig) -> nn.Module:
             return Hybrid(config)
         case CodesTowerConfig():
             return CodesTower(config)
+
+
+def _frames(film: Shape) -> list[Grid]:
+    """What the tower reads of a video."""
+    return [film] if isinstance(film, Grid) else [view.grid for view in film.views]
 
 
 def _packed(connector: nn.Module, features: Tensor, grids: Sequence[Grid]) -> Tensor:

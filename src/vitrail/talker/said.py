@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.errors import ConfigError, ImageError, TextError
+from vitrail.models.videos import Video, is_video
 from vitrail.processing.chat import Message
-from vitrail.talker.videos import Video, is_video
 
 CHOICES = ("frames", "fps")  # keys of a video part, as of a Video
 HELD = {"image": ("an image", "a picture"), "video": ("a video", "a video")}

@@ -5,7 +5,7 @@ from vitrail.models.spoken import Speech
 from vitrail.models.vlm import VLM
 from vitrail.processing.chat import ChatTemplate
 from vitrail.processing.text import Tokenizer
-from vitrail.talker.habits import around, preset, whole
+from vitrail.talker.habits import around, marks_of, preset, whole
 
 TALK = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "yes"}]
 
@@ -21,4 +21,4 @@ def speech_of(model: VLM, tokenizer: Tokenizer, named: str | None = None) -> Spe
         template = ChatTemplate.of(tokenizer)
     elif habit is None or (template := habit.template(model.config, tokenizer)).missing(TALK, tokenizer):
         return None
-    return Speech(template, *around(habit, tokenizer))
+    return Speech(template, *around(habit, tokenizer), marks_of(model.config, tokenizer).get("video"))

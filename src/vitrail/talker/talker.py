@@ -18,18 +18,17 @@ from vitrail.generate import seen
 from vitrail.generate.sampling import GREEDY, Sampling
 from vitrail.hub.configs import find, resolve
 from vitrail.models.looking import LookingVLM, Views
-from vitrail.models.spoken import Asked, asked_of, begun, fused_with, standing
+from vitrail.models.spoken import Asked, Speech, asked_of, begun, fused_with, laid, standing
+from vitrail.models.videos import Video, Watched, watch
 from vitrail.models.vlm import VLM, Shown, VLMConfig
-from vitrail.processing.chat import ChatTemplate, Message
+from vitrail.processing.chat import Chat, ChatTemplate, Message
 from vitrail.processing.images import load_image
 from vitrail.processing.text import Tokenizer
-from vitrail.stream import Part, Stream, build, words
+from vitrail.stream import Stream, build, words
 from vitrail.stream.build import FIELDS
 from vitrail.stream.pack import rows
 from vitrail.talker.habits import Habit, around, habit_of, marks_of, template_of, unfilmed
-from vitrail.talker.places import film
 from vitrail.talker.said import parts_of, place, shown_of, text_part
-from vitrail.talker.videos import Video, Watched, watch
 
 USUAL = 256  # tokens of an answer, where the context has room for them
 
@@ -67,7 +66,7 @@ class Talker:
         self.marks = marks_of(model.config, tokenizer)
         self.tokens = {kind: tokenizer.token(id) for kind, id in self.marks.items()}  # what stands for each in a text
         end = None if habit is None else habit.end
-        self.before, self.after = around(habit, tokenizer)
+        self.speech = Speech(template, *around(habit, tokenizer), self.marks.get("video"))
         self.stops = (*tokenizer.stops, *((tokenizer.id(end),) if end in tokenizer.specials else ()))
 
     @classmethod
@@ -326,18 +325,10 @@ class Talker:
         config = self.model.config
         if not isinstance(config, VLMConfig):
             return build([words(ids)])
-        stills = iter(standing(config, pictures.shapes, asked) if isinstance(pictures, Shown) else ())
-        clips = iter(zip(() if videos is None else videos.shapes, films, strict=True))
-        parts: list[Part] = []
-        start = 0
-        for at, id in enumerate(ids):
-            if id == self.marks["image"]:
-                parts += [words(ids[start:at] + self.before), *next(stills), words(self.after)]
-                start = at + 1
-            elif id == self.marks.get("video"):
-                taken, start = film(ids, start, at, *next(clips), config, self.words, (self.before, self.after))
-                parts += taken
-        return build([part for part in [*parts, words(ids[start:])] if part.tokens], config.rules)
+        stills = standing(config, pictures.shapes, asked) if isinstance(pictures, Shown) else ()
+        clips = list(zip(() if videos is None else videos.shapes, films, strict=True))
+        chat = Chat("", ids, [False] * len(ids))  # nothing is learnt of it
+        return build(laid(chat, stills, config, self.speech, clips, self.words), config.rules)
 
 
 def _reducible(config: Any) -> VLMConfig:

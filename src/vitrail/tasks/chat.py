@@ -1,16 +1,16 @@
-"""A vision-language model learns from conversations: with pictures of any size, anywhere in them, or none.
+"""A vision-language model learns from conversations: with pictures of any size and videos, anywhere in them, or none.
 
-Data workers read the pictures and lay conversations side by side in rows, each a segment of its own. So any policy and
+Data workers read what is shown and lay conversations side by side in rows, each a segment of its own. So any policy and
 tower can be trained: one view, any-resolution, tiles, native sizes with DeepStack.
 
-B rows, L tokens of a row, P pictures, F places that features fill
+B rows, L tokens of a row, P pictures, M videos, F places that features fill
 """
 
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -21,12 +21,19 @@ from vitrail.config import Config
 from vitrail.connectors.voco import voco_groups
 from vitrail.data.conversations import ConversationSource
 from vitrail.data.formats import Sample
+from vitrail.encoders.packed import PackedViTConfig
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.seeing import SeeingWork
 from vitrail.models.spoken import Speech, asked_of, begun, fused_with, kept, laid, standing
-from vitrail.models.vlm import VLM, Shown, prepare, shapes
+from vitrail.models.videos import Video, Watched, watch
+from vitrail.models.vlm import VLM, Shown, filmed, prepare, shapes
+from vitrail.models.vlm_config import Shape, VLMConfig
+from vitrail.processing.anyres import AnyRes
 from vitrail.processing.chat import ChatTemplate
+from vitrail.processing.footage import Footage
+from vitrail.processing.grid import Grid
 from vitrail.processing.text import Tokenizer
+from vitrail.processing.tiles import Tiles
 from vitrail.stream import KINDS, Part, Stream, build, pack, words
 from vitrail.stream import Batch as Packed
 from vitrail.stream.pack import IGNORED, Fill
@@ -43,20 +50,36 @@ class ChatSettings(Config):
     """
     length    tokens of a row; as many conversations lie in one as there is room for
     long      what is done with a longer conversation: "refuse" ends the run and names it; "cut" keeps what fits, never
-              half a picture, and the log has the share of conversations that were cut
+              half a picture or video, and the log has the share of conversations that were cut
     template  how turns are written: a preset of `ChatTemplate`. Unless given it is the tokenizer's own, else that of
               the model's family if the tokenizer has its tokens, else "ended": every turn, and the end token
+    frames    of every video so many are read, or all that it has; or
+    fps       so many a second; and
+    pixels    at most so many, by the model's budget for videos. Unless given all three are as its `footage` says
     z         weight of logsumexp² of all logits; in training alone
     """
 
     length: int = 2048
     long: Literal["refuse", "cut"] = "refuse"
     template: str | None = None
+    frames: int | None = None
+    fps: float | None = None
+    pixels: int | None = None
     z: float = 0.0
 
     def __post_init__(self) -> None:
         if self.length < 8 or self.z < 0:
             raise ConfigError(f"length = {self.length}, z = {self.z:g}", "give 8 or more, 0 or more")
+        if self.frames is not None and self.fps is not None:
+            raise ConfigError(f"{self.frames} frames of a video, and {self.fps} a second", "give one of the two")
+
+    def footage(self, usual: Footage) -> Footage:
+        """What is read of videos by a model that usually reads this of them."""
+        chosen: dict[str, Any] = {} if self.frames is None else {"frames": self.frames}
+        chosen |= {} if self.fps is None else {"fps": self.fps, "frames": None}
+        if self.pixels is not None:
+            chosen |= {"max_pixels": self.pixels, "min_pixels": min(usual.min_pixels, self.pixels)}
+        return usual.with_(**chosen)
 
 
 class Said(NamedTuple):
@@ -67,11 +90,12 @@ class Said(NamedTuple):
     sizes: list[tuple[int, int]]  # (height, width) of its pictures
     cut: bool
     questions: tuple[list[Tensor], ...] = ()  # about each picture, where queries are fused with them: their ids (T,)
+    films: Shown | None = None
 
 
 class ChatTask:
-    """The loss is the sum over what the assistant says, its ends included; words of others and pictures have none. So
-    a token weighs the same in whatever row, micro-batch or rank it lies.
+    """The loss is the sum over what the assistant says, its ends included; words of others, pictures and videos have
+    none. So a token weighs the same in whatever row, micro-batch or rank it lies.
 
     A batch without a picture gets a grey one in a sample of its own, of which nothing is learnt: every pass runs all
     parts of the model, whatever the conversations hold.
@@ -96,6 +120,10 @@ class ChatTask:
             self.spoken = copy.copy(tokenizer)
             if speech.template.source != tokenizer.chat_template:
                 self.spoken.chat_template = kept(speech.template, tokenizer)
+        films = model.config.films
+        if films is None and (settings.frames, settings.fps, settings.pixels) != (None, None, None):
+            raise ConfigError("settings of videos, and the model reads none", "leave out frames, fps and pixels")
+        self.watching = model.config if films is None else model.config.with_(footage=settings.footage(films))
         self.weights = {"answers": 1.0} | ({"cut": 0.0} if settings.long == "cut" else {})
         context = model.config.decoder.context
         if settings.length > context:
@@ -115,8 +143,10 @@ class ChatTask:
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Tensors alone, as they go to a device: a packed stream, `pixels`, of `pictures` (P, 3) height, width and rows
-        of features, and which conversations were `cut`. Where queries are fused with questions, also how many there are
-        of each picture, `questions` (P,), and all of them, `asked` (Q, T), −1 behind each."""
+        of features, and which conversations were `cut`. Where there are videos, also their `frames`, and of `videos`
+        (M, 4) the extent in temporal patches, or frames, and patches, and rows of features. Where queries are fused
+        with questions, also how many there are of each picture, `questions` (P,), and all of them, `asked` (Q, T), −1
+        behind each."""
         said = [self.said(sample) for sample in samples]
         full = said if any(one.sizes for one in said) else [*said, self._grey]
         packed = pack([one.stream for one in full], self.settings.length, trim=True)
@@ -126,6 +156,12 @@ class ChatTask:
         batch["pixels"] = torch.cat([one.shown.pixels for one in full if one.shown is not None])
         sizes, rows = [size for one in full for size in one.sizes], [rows for rows, _ in packed.fills["image"].blocks]
         batch["pictures"] = torch.tensor([(*size, row) for size, row in zip(sizes, rows, strict=True)])
+        films = [one.films for one in said if one.films is not None]
+        if films:
+            rows = [rows for rows, _ in packed.fills["video"].blocks]
+            found = zip((shape for one in films for shape in one.shapes), rows, strict=True)
+            batch["frames"] = torch.cat([one.pixels for one in films])
+            batch["videos"] = torch.tensor([(*_extent(shape), row) for shape, row in found])
         batch["cut"] = torch.tensor([one.cut for one in said])
         if self.model.queries is not None:
             asked = [own for one in full for own in one.questions]
@@ -134,23 +170,29 @@ class ChatTask:
         return batch
 
     def said(self, sample: Sample) -> Said:
-        """A conversation with its pictures, in the order in which they are shown."""
+        """A conversation with its pictures and videos, in the order in which they are shown."""
         try:
-            shown = [part.index for turn in sample.turns for part in turn.parts if part.kind == "image"]
+            places = [part for turn in sample.turns for part in turn.parts]
+            watched = self._watched(sample, [part.index for part in places if part.kind == "video"])
+            films = filmed(self.config, [one.pixels for one in watched]) if watched else None
+            clips = [] if films is None else list(zip(films.shapes, watched, strict=True))
             asked = None if self.model.queries is None else asked_of(sample.messages())
             messages = sample.messages() if asked is None else asked.messages
             chat = begun(self.speech.template.encode(messages, self.words), self.words, self.mark)
-            images = [sample.image(index) for index in shown]
+            images = [sample.image(part.index) for part in places if part.kind == "image"]
             sizes = [(image.height, image.width) for image in images]
-            parts = laid(chat, standing(self.config, shapes(self.config, sizes), asked), self.config, self.speech)
+            stills = standing(self.config, shapes(self.config, sizes), asked)
+            parts = laid(chat, stills, self.config, self.speech, clips, self.words)
             length, room = sum(part.tokens for part in parts), self.settings.length
             if length > room:
                 if self.settings.long == "refuse":
                     raise ConfigError(
                         f"{length:,} tokens, more than a row of {room:,}",
-                        'raise settings.length, make fewer tokens of a picture, or set settings.long = "cut"',
+                        "raise settings.length, make fewer tokens of a picture, read less of videos (settings.frames, "
+                        'settings.pixels), or set settings.long = "cut"',
                     )
                 parts = _cut(parts, room, self.config.voco)
+            played = len({part.source or number for number, part in enumerate(parts) if part.kind == "video"})
             seen = sum(part.kind == "image" for part in parts)
             asked = None if asked is None else asked.until(seen)
             seen = seen if asked is None else len(asked.questions)
@@ -158,7 +200,22 @@ class ChatTask:
         except VitrailError as error:
             raise type(error)(f"conversation {sample.id:.80}: {error.problem}", error.remedy) from None
         told = () if asked is None else fused_with(asked, self.words)
-        return Said(stream, prepare(self.config, images[:seen]) if seen else None, sizes[:seen], length > room, told)
+        if played < len(watched):
+            films = filmed(self.config, [one.pixels for one in watched[:played]]) if played else None
+        pictures = prepare(self.config, images[:seen]) if seen else None
+        return Said(stream, pictures, sizes[:seen], length > room, told, films)
+
+    def _watched(self, sample: Sample, shown: Sequence[int]) -> list[Watched]:
+        """What is read of the videos."""
+        if shown and self.speech.video is None:
+            reads = self.config.films is not None
+            raise ConfigError(
+                "it shows a video, and " + ("the tokenizer has no word for one" if reads else "the model reads none"),
+                "take the tokenizer that came with the model, or add <video> to its special tokens"
+                if reads
+                else "take a model that does (docs/vlm.md, Videos), or leave it out",
+            )
+        return [watch(Video(sample.videos[index]), self.watching) for index in shown]
 
     @cached_property
     def _grey(self) -> Said:
@@ -194,14 +251,16 @@ class ChatTask:
         return said_loss(self.model.decoder, hidden, targets, "sum", z)
 
     @torch.compiler.disable
-    def _given(self, batch: Batch) -> tuple[Packed, Shown]:
-        """The packed stream and its pictures, as they were before they became tensors. Segments and spans go to the
-        host, where a plan is made of them."""
+    def _given(self, batch: Batch) -> tuple[Packed, Shown, Shown | None]:
+        """The packed stream, its pictures and videos, as they were before they became tensors. Segments and spans go
+        to the host, where a plan is made of them."""
         pictures = batch["pictures"].tolist()
         found = shapes(self.config, [(height, width) for height, width, _ in pictures])
         feeds = {name.removeprefix(PLACES) for name in batch if name.startswith(PLACES)}
         blocks: dict[str, tuple[tuple[int, str], ...]] = {feed: ((1, feed),) for feed in feeds}  # the newline's one row
         blocks["image"] = tuple((rows, f"picture {n}") for n, (_, _, rows) in enumerate(pictures))
+        videos = batch["videos"].tolist() if "videos" in batch else []
+        blocks["video"] = tuple((rows, f"video {n}") for n, (*_, rows) in enumerate(videos))
         fills = {feed: Fill(batch[PLACES + feed], batch[ROWS + feed], blocks[feed]) for feed in feeds}
         segments, spans = batch["segments"].cpu(), batch["spans"].cpu()
         none = torch.empty(0)  # these are of the samples one by one, which no pass asks for
@@ -218,7 +277,13 @@ class ChatTask:
             sources=(),
             silent=(),
         )
-        return packed, Shown(batch["pixels"].to(self.model.decoder.embed.weight.dtype), found, self._asked(batch))
+        dtype = self.model.decoder.embed.weight.dtype
+        films = Shown(batch["frames"].to(dtype), self._films(batch)) if videos else None
+        return packed, Shown(batch["pixels"].to(dtype), found, self._asked(batch)), films
+
+    def _films(self, batch: Batch) -> tuple[Shape, ...]:
+        """The shapes of the videos, as they were."""
+        return tuple(_shape(self.config, *row[:3]) for row in batch["videos"].tolist()) if "videos" in batch else ()
 
     def _asked(self, batch: Batch) -> tuple[Sequence[Tensor], ...]:
         """The questions about each picture, as they were."""
@@ -253,12 +318,26 @@ class ChatTask:
             pairs -= _unseen(batch["kinds"], batch["segments"])
         asked = int((batch["targets"] != IGNORED).sum())
         sizes = [(height, width) for height, width, _ in batch["pictures"].tolist()]
-        found = self.model.work(sizes, 0)
+        found = self.model.work(sizes, 0, films=self._films(batch))
         if self.model.queries is not None:  # which read all pictures side by side, filled up to the longest
             longest = [max(map(len, column)) for column in zip_longest(*self._asked(batch), fillvalue=())]
             given = max(self.config.given(self.config.policy.cut(*size)) for size in sizes)
             found = found.with_(looks=(*found.looks[:2], self.model.queries.work(given, len(sizes), longest)))
         return found.with_(tokens=sum(lengths), pairs=pairs, rows=len(lengths), held=0, asked=asked)
+
+
+def _extent(shape: Shape) -> tuple[int, int, int]:
+    """Of a video: its temporal patches, rows and columns, or frames that are views."""
+    return (shape.t, shape.h, shape.w) if isinstance(shape, Grid) else (len(shape.views), 0, 0)
+
+
+def _shape(config: VLMConfig, t: int, h: int, w: int) -> Shape:
+    """That of a video of such an extent."""
+    policy = config.policy
+    if isinstance(policy, Tiles | AnyRes):
+        return policy.film(t)
+    assert isinstance(config.tower, PackedViTConfig)
+    return Grid(t=t, h=h, w=w, merge=config.tower.merge)
 
 
 def _lengths(segments: Tensor) -> list[int]:
@@ -285,14 +364,16 @@ def _unseen(kinds: Tensor, segments: Tensor) -> int:
 
 def _cut(parts: Sequence[Part], room: int, voco: int = 0) -> list[Part]:
     """The first so many tokens; a picture that does not fit, with so many that stand for it, is left out, with all
-    that follows."""
+    that follows. So is a video of which not every patch does."""
     found: list[Part] = []
     for part in parts:
         if part.tokens + voco * (part.kind == "image") > room:
             if part.kind == "text" and room:
-                assert part.ids is not None and not isinstance(part.loss, bool)
-                found.append(words(part.ids[:room], part.loss[:room]))
+                assert part.ids is not None
+                found.append(words(part.ids[:room], part.loss if isinstance(part.loss, bool) else part.loss[:room]))
             break
         found.append(part)
         room -= part.tokens
-    return found
+    halved = {part.source for part in parts[len(found) :] if part.kind == "video" and part.source is not None}
+    whole = next((n for n, part in enumerate(found) if part.source in halved), len(found))
+    return found[:whole]

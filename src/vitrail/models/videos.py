@@ -18,7 +18,7 @@ from vitrail.data.formats.folders import VIDEOS
 from vitrail.data.video import Film, open_video
 from vitrail.encoders.packed import PackedViTConfig
 from vitrail.errors import ConfigError, DataError
-from vitrail.models.vlm import VLMConfig
+from vitrail.models.vlm_config import VLMConfig
 from vitrail.processing.cut import RESAMPLE
 from vitrail.processing.footage import step_of
 from vitrail.processing.images import Source, load_image, to_array

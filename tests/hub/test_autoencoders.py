@@ -160,6 +160,7 @@ def test_a_codebook_that_came_with_its_codes_is_not_started_anew(tmp_path):
     to_hf(booked(), tmp_path)
     codec = load(tmp_path).train()
     before = codec.quantizer.table().clone()
+    assert bool(codec.quantizer.started) and (codec.quantizer.counts == 1).all()
     codec(torch.rand(1, 3, 8, 8) * 2 - 1)[0].square().sum().backward()
     assert torch.equal(codec.quantizer.table(), before)
     assert codec.decoder.norm.scale.weight.grad.abs().sum() > 0

@@ -1,6 +1,7 @@
 """Conversations about videos are learnt: as transformers learns them, packed as alone, and as they will be asked."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,18 +11,23 @@ from PIL import Image
 import vitrail
 from helpers import randomize
 from test_talker_video import save, write_clip
+from train import ranks
 from vitrail import hub, recipe
+from vitrail.connectors import ResamplerConfig
 from vitrail.data.conversations import ConversationsConfig, ConversationSource
-from vitrail.data.formats import Sample
-from vitrail.errors import ConfigError, DataError
+from vitrail.data.formats import Part, Sample, Turn
+from vitrail.errors import ConfigError, DataError, TextError
 from vitrail.hub.families import FAMILIES
 from vitrail.models.vlm import VLM
+from vitrail.processing.chat import ChatTemplate
+from vitrail.processing.grid import Grid
 from vitrail.processing.text import Tokenizer
 from vitrail.stream import KINDS, pack
 from vitrail.talker import Talker
 from vitrail.talker.speech import speech_of
 from vitrail.tasks.chat import ChatSettings, ChatTask
 from vitrail.tasks.told import IGNORED
+from vitrail.train.task import PartedTask
 
 TALKS = [
     ({"video": "b.mp4"}, ["<video>\nWhat happens?", "A ball rolls.", "And then?", "It stops."]),
@@ -110,11 +116,12 @@ def folders(tmp_path_factory):
     return make
 
 
-def task_of(folder, source, **settings) -> tuple[ChatTask, Talker]:
+def task_of(folder, source=None, **settings) -> tuple[ChatTask, Talker]:
     talker = vitrail.load(folder, device="cpu")
     model, words = talker.model, talker.words
     chosen = ChatSettings(**{"length": 600} | settings)
-    return ChatTask(model, {"talks": source}, words, chosen, speech_of(model, words)), talker
+    sources = {} if source is None else {"talks": source}
+    return ChatTask(model, sources, words, chosen, speech_of(model, words)), talker
 
 
 def messages(sample: Sample) -> list[dict]:
@@ -267,9 +274,8 @@ def _stills(said) -> tuple:
     return () if said.shown is None else said.shown.shapes
 
 
-def test_a_recipe_learns_videos_and_is_asked_about_them(folders, file, tmp_path):
-    folder, _ = folders("qwen3_vl")
-    plain = {
+def tuned(folder, file, **stage) -> dict:
+    return {
         "name": "tiny",
         "says": "videos",
         "model": {"kind": "vlm", "start": str(folder)},
@@ -279,16 +285,18 @@ def test_a_recipe_learns_videos_and_is_asked_about_them(folders, file, tmp_path)
             {
                 "name": "talk",
                 "task": "chat",
-                "steps": 3,
-                "batch": 4,
-                "workers": 1,
                 "settings": {"length": 600},
                 "mixture": {"weights": {"talks": 1}},
                 "optim": {"lr": 1e-2},
             }
+            | stage
         ],
     }
-    recipe.train(recipe.Recipe.read(plain), tmp_path, quiet=True)
+
+
+def test_a_recipe_learns_videos_and_is_asked_about_them(folders, file, tmp_path):
+    folder, _ = folders("qwen3_vl")
+    recipe.train(recipe.Recipe.read(tuned(folder, file, steps=3, batch=4, workers=1)), tmp_path, quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "talk" / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["loss"] < rows[0]["loss"] and all(row["mfu"] > 0 for row in rows)
     talker = vitrail.load(tmp_path / "final", device="cpu")
@@ -307,11 +315,105 @@ def test_how_much_is_read_of_a_video_can_be_said(folders, source, family):
 
     assert frames(4, frames=6) == [6, 6] and frames(4, frames=20)[0] in (8, 9, 10)  # of 9 and 21 frames
     assert frames(0, fps=4)[0] == 10  # 21 frames at 8 a second
-    if S == 2:
-        small, usual = (task_of(folder, source, **more)[0].said(source[0]).films for more in ({"pixels": 256}, {}))
-        assert len(small.pixels) < len(usual.pixels)
+    if S == 1:
+        with pytest.raises(ConfigError, match=r"squares of 21.*\n.*leave pixels out"):
+            task_of(folder, source, pixels=400)
+        return
+    for pixels in (128, 256, 512, 1024):  # of 2,240, in patches of 4 × 4
+        (grid,) = task_of(folder, source, pixels=pixels)[0].said(source[0]).films.shapes
+        assert 0.4 * min(pixels, 700) <= 16 * grid.h * grid.w <= 1.3 * pixels, (pixels, grid)
     with pytest.raises(ConfigError, match="one of the two"):
         ChatSettings(frames=4, fps=1)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl", "llava_onevision"])
+def test_a_batch_without_a_video_can_run_what_others_run_and_is_the_same(folders, source, family):
+    task, _ = task_of(folders(family)[0], source)
+    assert isinstance(task, PartedTask)
+    batch = task.collate([source[2], source[3]])
+    full = task.fill(batch, "video")
+    assert (task.parts(batch), task.parts(full)) == ({"video": False}, {"video": True})
+    assert task.counts(full) == task.counts(batch)
+    (loss, grads), (plain, alone) = gradients(task, full), gradients(task, batch)
+    assert loss == pytest.approx(plain, rel=1e-6) and grads.keys() == alone.keys()
+    for name in grads:
+        assert torch.allclose(grads[name], alone[name], atol=1e-6 * alone[name].abs().max().item()), name
+
+
+def learn(folder, file, out) -> None:
+    """By as many ranks as there are."""
+    recipe.train(recipe.Recipe.read(tuned(folder, file, steps=4, batch=2)), out, quiet=True)
+
+
+@pytest.mark.slow
+def test_ranks_with_and_without_videos_learn_as_one(folders, file, tmp_path):
+    folder, _ = folders("qwen2_vl")
+    for name, count in (("one", 1), ("two", 2)):
+        ranks.run(count, learn, folder, file, tmp_path / name)
+    one, two = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "talk" / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_in_half_precision(folders, source):
+    task, _ = task_of(folders("llava_onevision")[0], source)
+    whole = task(task.collate([source[0]]))["answers"].item()
+    task.model.bfloat16()
+    assert task(task.collate([source[0]]))["answers"].item() == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["internvl", "qwen3_vl"])
+def test_what_is_said_before_a_video_of_its_own_is_learnt(folders, family):
+    task, talker = task_of(folders(family)[0])
+    turns = (
+        Turn("user", (Part("video"), Part("text", "what happens?"))),
+        Turn("assistant", (Part("text", "it rolls and then rolls"), Part("video", index=1), Part("text", "over"))),
+    )
+    folder = folders(family)[0]
+    clip = write_clip(folder / "c.mp4", 6)
+    targets = task.collate([Sample(id="x", videos=(Path(clip),) * 2, turns=turns)])["targets"]
+    text = talker.words.decode(targets[targets != IGNORED].tolist(), skip_specials=True)
+    assert text.startswith("it rolls and then") and text.rstrip("\n").endswith("over") and "Frame" not in text
+
+
+def test_a_template_that_makes_no_place_is_refused(folders, source):
+    task, _ = task_of(folders("llava_onevision")[0], source)
+    task.speech = task.speech._replace(template=ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}"))
+    with pytest.raises(TextError, match="0 places for 1 videos"):
+        task.said(source[0])
+
+
+def test_the_largest_video_is_tried_before_training(file, tmp_path):
+    rows = json.loads(file.read_text())
+    rows = [rows[2] | {"id": n} for n in range(12)] + [rows[0] | {"id": "last"}] + [rows[2] | {"id": "end"}]
+    for name in ("a.mp4", "b.mp4", "p.png"):
+        (tmp_path / name).write_bytes((file.parent / name).read_bytes())
+    (tmp_path / "talks.json").write_text(json.dumps(rows))
+    assert 12 in ConversationSource(ConversationsConfig(data=str(tmp_path / "talks.json"))).extremes
+
+
+def test_work_of_pictures_and_videos_is_that_of_both(folders):
+    """Of a connector that looks at features, too."""
+    config = VIEWS["internvl"]()[0].config
+    resampler = ResamplerConfig(reads=32, gives=32, latents=4, layers=1, heads=2)
+    for one in (config, config.with_(connector=resampler)):
+        model, films = VLM(one), (one.policy.film(3), one.policy.film(5))
+        both, stills, played = (
+            model.work([(28, 60)], 0, films=films),
+            model.work([(28, 60)], 0),
+            model.work([], 0, films=films),
+        )
+        for part in ("tower", "connector"):
+            legs = [model.legs(work)[part].flops for work in (both, stills, played)]
+            assert legs[0] == legs[1] + legs[2] and min(legs) > 0
+        assert both.tokens == stills.tokens + played.tokens == both.context
+    qwen = hub.load(folders("qwen2_vl")[0])
+    seen = qwen.config.with_(rules=qwen.config.rules.with_(both=("video",)))
+    n, plain = Grid(t=2, h=4, w=4, merge=2), qwen.work([(32, 32)], 3, films=[Grid(t=2, h=4, w=4, merge=2)])
+    qwen.config = seen
+    assert qwen.work([(32, 32)], 3, films=[n]).pairs == plain.pairs + n.tokens * (n.tokens - 1) // 2
 
 
 def test_what_reads_no_videos_or_is_none_is_refused(folders, source, file, tmp_path):
@@ -323,7 +425,7 @@ def test_what_reads_no_videos_or_is_none_is_refused(folders, source, file, tmp_p
         ChatTask(plain, {}, words, ChatSettings(length=600, frames=4), speech_of(plain, words))
     model, _ = VIEWS["internvl"]()
     bare = Tokenizer.train(SAID * 3, 330, specials=[*CHATML, "<img>", "</img>", "<IMG_CONTEXT>"], eos=CHATML[1])
-    with pytest.raises(ConfigError, match="no word for one"):
+    with pytest.raises(ConfigError, match="there is no word for one"):
         ChatTask(model, {"talks": source}, bare, ChatSettings(length=600), speech_of(model, bare))
     rows = json.loads(file.read_text())[:1]
     (tmp_path / "b.mp4").write_bytes((file.parent / "b.mp4").read_bytes()[:300])
@@ -338,12 +440,17 @@ def test_what_reads_no_videos_or_is_none_is_refused(folders, source, file, tmp_p
 
 def test_talks_about_one_video_stay_together(file, tmp_path):
     """And their names and sizes are part of what a run remembers of its data."""
-    made = {part: ConversationSource(ConversationsConfig(data=str(file), part=part)) for part in ("all", "train")}
-    assert made["all"].fingerprint != made["train"].fingerprint or len(made["all"]) == len(made["train"])
-    shown = [tuple(path.name for path in sample.videos) for sample in (made["all"][n] for n in range(5))]
-    assert shown[0] == ("b.mp4",) and shown[4] == ("a.mp4", "b.mp4")
-    before = made["all"].fingerprint
-    for name in ("a.mp4", "b.mp4", "p.png", "talks.json"):
-        (tmp_path / name).write_bytes((file.parent / name).read_bytes())
-    write_clip(tmp_path / "b.mp4", 12)
-    assert ConversationSource(ConversationsConfig(data=str(tmp_path / "talks.json"))).fingerprint != before
+    rows, turns = [], json.loads(file.read_text())[0]["conversations"]
+    for number in range(40):
+        (tmp_path / f"{number}.mp4").write_bytes(bytes(number + 1))
+        rows += [{"id": f"{number} {n}", "video": f"{number}.mp4", "conversations": turns} for n in range(2)]
+    (tmp_path / "talks.json").write_text(json.dumps(rows))
+
+    def read(part: str) -> ConversationSource:
+        return ConversationSource(ConversationsConfig(data=str(tmp_path / "talks.json"), part=part))
+
+    train, test = ({source[n].videos[0].name for n in range(len(source))} for source in (read("train"), read("test")))
+    assert not train & test and len(train | test) == 40 and 0 < len(test) < 20
+    before = read("all").fingerprint
+    (tmp_path / "7.mp4").write_bytes(b"longer than before")
+    assert read("all").fingerprint != before

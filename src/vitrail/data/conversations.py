@@ -31,8 +31,8 @@ class ConversationsConfig(Config, tag="conversations", tag_field="kind"):
     format    its name, where it shall not be guessed
     pictures  the folder that pictures and videos are named from; beside the file unless given
     anywhere  whether their names may lead out of it
-    part      training reads nine pictures of ten, judging the tenth; which it is follows from a picture's name, so that
-              conversations about one picture, or video, stay together
+    part      training reads nine of ten, judging the tenth; which it is follows from the names of what is shown, so
+              that conversations about the same pictures and videos stay together
     count     the first so many of these; all unless given
     """
 
@@ -149,6 +149,7 @@ def _extent(sample: Sample) -> dict[str, int]:
         "words": sum(len(turn.text) for turn in sample.turns),
         "pictures": len(sample.pictures),
         "videos": len(sample.videos),
+        "bytes of a video": max((path.stat().st_size for path in sample.videos), default=0),
         "system": int(sample.turns[0].role == "system"),
     }
 

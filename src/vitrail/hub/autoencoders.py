@@ -204,13 +204,13 @@ def _matrix(ours: str, theirs: str, out: int, into: int) -> list[Move]:
 
 
 def _codebook(book: VQConfig) -> list[Move]:
-    """Their codes are ours, with as much use as any; what a gradient taught ours is part of theirs."""
+    """Their codes are ours, with as much use as any, and go on by gradients; what these taught ours is part of
+    theirs."""
     beside = "learned" if book.learn == "gradient" else "sums"
 
     def pull(tensors: list[Tensor]) -> list[Tensor]:
         codes = tensors[0].float()
-        kept = torch.zeros_like(tensors[0]) if beside == "learned" else codes.clone()
-        return [codes, torch.ones(len(codes)), torch.tensor(True), kept]
+        return [codes, torch.ones(len(codes)), torch.tensor(True), torch.zeros_like(tensors[0])]
 
     def push(tensors: list[Tensor]) -> list[Tensor]:
         codes, _, _, kept = tensors

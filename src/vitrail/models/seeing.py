@@ -69,7 +69,7 @@ def summed(one: tuple[Work, ...], other: tuple[Work, ...]) -> tuple[Work, ...]:
     """Of the same parts that look twice, the work of both."""
     if not one or not other:
         return one or other
-    fields = ("tokens", "pairs", "rows")
+    fields = ("tokens", "pairs", "context", "context_pairs", "rows")
     pairs = zip(one, other, strict=True)
     return tuple(a.with_(**{field: getattr(a, field) + getattr(b, field) for field in fields}) for a, b in pairs)
 

@@ -2,6 +2,7 @@
 is shown."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -160,12 +161,13 @@ def _film(
 
 
 def _followed(lead: list[int], loss: list[bool], text: str, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Words, and a text behind them: the last of them may be cut into tokens in another way than without it, and are
-    then not to be learnt."""
+    """Words, and a text behind them: the last of them may be cut into tokens in another way than without it. A token
+    that is no longer the one it was is not to be learnt."""
     specials = set(tokenizer.specials.values())
     last = next((n + 1 for n in reversed(range(len(lead))) if lead[n] in specials), 0)
-    more = tokenizer.encode(tokenizer.decode(lead[last:]) + text, literal=True)
-    return lead[:last] + more, loss[:last] + [False] * len(more)
+    ids = lead[:last] + tokenizer.encode(tokenizer.decode(lead[last:]) + text, literal=True)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(lead, ids, strict=False)))
+    return ids, loss[:same] + [False] * (len(ids) - same)
 
 
 def kept(template: ChatTemplate, tokenizer: Tokenizer) -> str:

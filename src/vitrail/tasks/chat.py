@@ -55,7 +55,8 @@ class ChatSettings(Config):
               the model's family if the tokenizer has its tokens, else "ended": every turn, and the end token
     frames    of every video so many are read, or all that it has; or
     fps       so many a second; and
-    pixels    at most so many, by the model's budget for videos. Unless given all three are as its `footage` says
+    pixels    about so many of a frame at most, of those that are read in their own shape. Unless given all three are as
+              the model's `footage` says, which stays as it is: who asks the model afterwards says it again
     z         weight of logsumexp² of all logits; in training alone
     """
 
@@ -73,12 +74,26 @@ class ChatSettings(Config):
         if self.frames is not None and self.fps is not None:
             raise ConfigError(f"{self.frames} frames of a video, and {self.fps} a second", "give one of the two")
 
-    def footage(self, usual: Footage) -> Footage:
-        """What is read of videos by a model that usually reads this of them."""
+    def footage(self, config: VLMConfig) -> Footage | None:
+        """What is read of videos by such a model; None where it reads none."""
+        usual = config.films
+        if usual is None:
+            if (self.frames, self.fps, self.pixels) != (None, None, None):
+                raise ConfigError("settings of videos, and the model reads none", "leave out frames, fps and pixels")
+            return None
         chosen: dict[str, Any] = {} if self.frames is None else {"frames": self.frames}
         chosen |= {} if self.fps is None else {"fps": self.fps, "frames": None}
         if self.pixels is not None:
-            chosen |= {"max_pixels": self.pixels, "min_pixels": min(usual.min_pixels, self.pixels)}
+            if not isinstance(config.tower, PackedViTConfig):
+                raise ConfigError(
+                    f"{self.pixels:,} pixels of a frame, and this model reads squares of {usual.side}",
+                    "leave pixels out",
+                )
+            chosen["min_pixels"] = min(usual.min_pixels, self.pixels)
+            if usual.rule == "qwen3-vl":  # its budget is of all frames together, and the cap that of one
+                chosen["cap"] = max(1, self.pixels // (config.tower.patch * config.tower.merge) ** 2)
+            else:
+                chosen["max_pixels"] = self.pixels
         return usual.with_(**chosen)
 
 
@@ -98,7 +113,8 @@ class ChatTask:
     none. So a token weighs the same in whatever row, micro-batch or rank it lies.
 
     A batch without a picture gets a grey one in a sample of its own, of which nothing is learnt: every pass runs all
-    parts of the model, whatever the conversations hold.
+    parts of the model, whatever the conversations hold. Videos go through them a second time; where another rank has
+    some, a batch without is given a grey one that stands nowhere.
 
     `spoken` is the tokenizer with the template that was used, for whoever asks the model afterwards.
     """
@@ -120,10 +136,7 @@ class ChatTask:
             self.spoken = copy.copy(tokenizer)
             if speech.template.source != tokenizer.chat_template:
                 self.spoken.chat_template = kept(speech.template, tokenizer)
-        films = model.config.films
-        if films is None and (settings.frames, settings.fps, settings.pixels) != (None, None, None):
-            raise ConfigError("settings of videos, and the model reads none", "leave out frames, fps and pixels")
-        self.watching = model.config if films is None else model.config.with_(footage=settings.footage(films))
+        self.watching = model.config.with_(footage=settings.footage(model.config))
         self.weights = {"answers": 1.0} | ({"cut": 0.0} if settings.long == "cut" else {})
         context = model.config.decoder.context
         if settings.length > context:
@@ -210,8 +223,9 @@ class ChatTask:
         if shown and self.speech.video is None:
             reads = self.config.films is not None
             raise ConfigError(
-                "it shows a video, and " + ("the tokenizer has no word for one" if reads else "the model reads none"),
-                "take the tokenizer that came with the model, or add <video> to its special tokens"
+                "it shows a video, and " + ("there is no word for one" if reads else "the model reads none"),
+                "take the tokenizer and the template of the model's family; of some families <video> must be among the "
+                "special tokens"
                 if reads
                 else "take a model that does (docs/vlm.md, Videos), or leave it out",
             )
@@ -223,6 +237,14 @@ class ChatTask:
         stream = build(self.config.parts(shown.shapes[0]), self.config.rules, name="grey")
         return Said(stream, shown, [size], False, ([torch.zeros(0, dtype=torch.long)],))  # nothing is asked about it
 
+    @cached_property
+    def _grey_film(self) -> tuple[Shown, int]:
+        """A short one, and rows of its features."""
+        frames = Video([GREY, GREY], seconds=[0.0, 1.0])
+        shown = filmed(self.config, [watch(frames, self.watching).pixels])
+        stream = build([self.config.clip(shown.shapes[0])], self.config.rules, name="grey")
+        return shown, pack([stream], len(stream)).fills["video"].blocks[0][0]
+
     def _try(self, name: str, source: ConversationSource) -> None:
         """What is never learnt would look perfect."""
         items = {*range(min(len(source), TRIED)), *source.extremes}
@@ -232,6 +254,17 @@ class ChatTask:
                 f"of {len(tried)} conversations of {name!r} not one has an answer within {self.settings.length} tokens",
                 "allow a greater length, or make fewer tokens of a picture",
             )
+
+    # ---- ranks --------------------------------------------------------------------------------------------------
+
+    def parts(self, batch: Batch) -> dict[str, bool]:
+        """Of videos the tower runs once more."""
+        return {"video": "videos" in batch}
+
+    def fill(self, batch: Batch, part: str) -> Batch:
+        (grey, rows), ids = self._grey_film, batch["ids"]
+        seen = {"frames": grey.pixels.to(ids.device), "videos": ids.new_tensor([(*_extent(grey.shapes[0]), rows)])}
+        return batch | {**seen, PLACES + "video": ids.new_zeros(0), ROWS + "video": ids.new_zeros(0)}
 
     # ---- losses -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from evals.test_fidelity import Eye
 from evals.test_judge import config, shapes
 from generate.test_answers import TEXTS, unified
 from vitrail import hub
@@ -115,6 +116,21 @@ def test_drawing(run, tmp_path):
     assert [score["of"] for score in found["scores"]] == [2] * 6 + [12, 12]
     assert found["scores"][-1]["name"] == "true pictures through the codec" and "others" in found["scores"][0]["beside"]
     assert found["concepts"] == 8 and found["steps"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:FD-")
+def test_fidelity(run, monkeypatch):
+    scene = {"objects": [1, 3], "repeat": 0.4, "tint": 0.6, "combinations": "all"}
+    sources = {"draw": ScenesConfig(atlas="flat", preset="plain", side=640, scene=scene)}
+    monkeypatch.setattr("vitrail.recipe.read", lambda name: SimpleNamespace(sources=sources))
+    monkeypatch.setattr("vitrail.hub.resnet50.load_resnet50", Eye)
+    found, shown = run("fidelity", "--true", "mine:draw", "--count", 2, "--steps", 1, "--batch", 4)
+    [score] = found["scores"]
+    assert score["name"] == "FD-Eye" and score["of"] == 12 and score["points"] and score["value"] > 0
+    assert set(score["beside"]) == {"true pictures in its codes", "other true pictures"} and "FD-Eye" in shown
+    assert found["true"] == "mine:draw" and found["guidance"] == 3.0
+    with pytest.raises(ConfigError, match="no scenes 'any'"):
+        run("fidelity", "--true", "mine:any")
 
 
 def test_true_pictures_may_be_a_recipes(run, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from vitrail.cli.eval_common import (
 )
 from vitrail.cli.eval_compare import compare
 from vitrail.cli.eval_dpg import dpg
+from vitrail.cli.eval_fidelity import fidelity
 from vitrail.cli.eval_imitation import imitation
 from vitrail.cli.eval_naming import naming
 from vitrail.cli.eval_needle import needle
@@ -49,12 +50,12 @@ def evaluate(
     model
         A folder or a hub id. For zeroshot, retrieval, winoground and aro a contrastive model, ours or Hugging Face's
         (CLIP, SigLIP), and for retrieval BLIP-2 after its first stage; for a probe any with a picture tower; for
-        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing
-        and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a language
-        model.
+        questions, naming, stress and benchmarks one that answers: a unified or a vision-language model; for drawing,
+        fidelity and dpg a unified one; for world and imitation a world model; for benchmarks of words alone also a
+        language model.
     suite
         zeroshot, retrieval, probe, winoground, aro, questions, naming, needle,
-        stress, drawing, dpg, world or imitation; or a
+        stress, drawing, fidelity, dpg, world or imitation; or a
         benchmark, which takes --data: vqav2, textvqa, gqa, docvqa, chartqa, ocrbench, ocrvqa, pope, mme,
         hallusionbench, mmbench, mmmu, realworldqa, winoground, aro, captions, chair, refcoco,
         charades, qvhighlights or activitynet; or one of words alone, which
@@ -306,6 +307,7 @@ app.command(naming, help_epilogue="Example: vitrail eval out/mini/final naming -
 app.command(needle, help_epilogue="Example: vitrail eval Qwen/Qwen3-VL-2B-Instruct needle --frames 64 --video film.mp4")
 app.command(stress, help_epilogue="Example: vitrail eval out/mini/final stress --vendors twemoji")
 app.command(drawing, help_epilogue="Example: vitrail eval out/mini/final drawing --count 50 --guidance 3")
+app.command(fidelity, help_epilogue="Example: vitrail eval out/mini/final fidelity --true mini:draw --count 400")
 app.command(dpg, help_epilogue="Example: vitrail eval out/mini/final dpg --count 50 --drawings 4")
 app.command(world, help_epilogue="Example: vitrail eval out/genie/final world --data out/episodes/coinrun --steps 2")
 app.command(imitation, help_epilogue="Example: vitrail eval out/genie/final imitation --data out/seeker --labels 32")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail.data.scenes.scene import COLOURS, GRID, Scenes, SpriteTable
 from vitrail.data.scenes.source import Drawn, SceneSource
-from vitrail.data.words import Spec, Words, matches, prompt
+from vitrail.data.words import Prompt, Spec, Words, matches, prompt
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.errors import ConfigError
 from vitrail.evals.shares import Share
@@ -87,20 +87,29 @@ def judge_error(verdict: Tensor, truth: Tensor) -> Error:
 
 def fulfilled(words: Words, source: SceneSource, kind: str, n: int, *, start: int = 0) -> tuple[Spec, Drawn]:
     """n pictures, each with a wish of this kind that it fulfils."""
+    asked, drawn = wished(words, source, kind, n, start=start)
+    return asked.spec, drawn
+
+
+def wished(
+    words: Words, source: SceneSource, kind: str, n: int, *, start: int = 0, whole: bool = False, held_out: bool = False
+) -> tuple[Prompt, Drawn]:
+    """n prompts of this kind, `whole` where they name all that there is, each with a picture of what it asks for."""
     index, batch = start, max(64, 4 * n)
-    specs, drawn = [], []
-    while sum(len(s.number) for s in specs) < n:
+    told, drawn = [], []
+    while sum(len(one.valid) for one in told) < n:
         if index - start > 1000 * batch:
             raise ConfigError(f"scenes {source.name!r} hardly ever show what a prompt of kind {kind!r} asks for")
         made = source.draw(torch.arange(index, index + batch, device=words.concept.device))
-        asked = prompt(words, made.scenes, source.config.seed, kind, whole=False)
+        asked = prompt(words, made.scenes, source.config.seed, kind, whole=whole, held_out=held_out)
         rows = asked.valid.nonzero()[:, 0]
-        specs.append(asked.spec[rows])
+        told.append(Prompt(asked.text[rows], asked.spec[rows], asked.valid[rows]))
         drawn.append(Drawn(made.scenes[rows], made.pixels[rows]))
         index += batch
-    right = Spec(*(torch.cat([getattr(s, f.name) for s in specs])[:n] for f in fields(Spec)))
+    spec = Spec(*(torch.cat([getattr(one.spec, f.name) for one in told])[:n] for f in fields(Spec)))
+    text, valid = (torch.cat([getattr(one, name) for one in told])[:n] for name in ("text", "valid"))
     scenes = Scenes(*(torch.cat([getattr(d.scenes, f.name) for d in drawn])[:n] for f in fields(Scenes)))
-    return right, Drawn(scenes, torch.cat([d.pixels for d in drawn])[:n])
+    return Prompt(text, spec, valid), Drawn(scenes, torch.cat([d.pixels for d in drawn])[:n])
 
 
 def labelled(words: Words, source: SceneSource, kind: str, n: int, *, start: int = 0) -> tuple[Spec, Drawn]:

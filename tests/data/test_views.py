@@ -61,6 +61,32 @@ def test_all_changes_at_once_keep_shape_and_range(B, C, H, W, S, least, most, mu
     assert made.isfinite().all() and made.abs().max() <= 1
 
 
+def test_views_need_not_be_square():
+    x = picture(5, 3, 12, 20)
+    assert torch.equal(views(x, size=(12, 20)), x / 255 * 2 - 1)
+    assert torch.equal(views(x, ViewsConfig(mirror=1.0), size=(12, 20)), (x / 255 * 2 - 1).flip(-1))
+    near = views(x, ViewsConfig(turn=1e-6), size=(12, 20))
+    torch.testing.assert_close(near, x / 255 * 2 - 1, atol=1e-3, rtol=0)
+    squares = torch.zeros(200, 4, 32, 64, dtype=torch.uint8)
+    squares[:, 3, 12:20, 28:36] = 255  # a square stays one, however far it is turned
+    torch.manual_seed(0)
+    turned = views(squares, ViewsConfig(turn=180.0), size=(32, 64)) < 0
+    high, wide = (turned[:, 0].any(axis).sum(1) for axis in (2, 1))
+    assert (high - wide).abs().max() <= 1 and high.min() >= 8 and high.max() == 10
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([3, 4]), st.integers(4, 40), st.integers(4, 40), st.integers(1, 30), st.integers(1, 30),
+    st.floats(0.1, 1), st.floats(0, 1),
+)  # fmt: skip
+def test_all_changes_at_once_keep_any_size(C, h, w, H, W, least, much):
+    chances = dict.fromkeys(("mirror", "colour", "repaint", "grey", "blur", "noise", "erase", "ground"), much)
+    moved = {"area": (least, 1.5), "stretch": 1.3, "shift": much / 2, "turn": 90 * much, "focus": (-much, much)}
+    made = views(picture(2, C, h, w), ViewsConfig(gamma=(-much, much), **moved, **chances), (H, W))
+    assert made.shape == (2, 3, H, W) and made.isfinite().all() and made.abs().max() <= 1
+
+
 def test_a_mirror_is_a_mirror_whether_or_not_the_view_moves():
     x = picture(64, 3, 8, 8)
     for config in (ViewsConfig(mirror=1.0), ViewsConfig(mirror=1.0, turn=1e-6)):

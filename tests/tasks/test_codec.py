@@ -23,7 +23,7 @@ from vitrail.encoders.vgg import LPIPS
 from vitrail.errors import ConfigError
 from vitrail.evals.metrics import psnr
 from vitrail.models.qlip import TaughtCodec, TaughtCodecConfig
-from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig
+from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig, cost
 from vitrail.objectives.reconstruction import Weights
 from vitrail.tasks.codec import CodecSettings, CodecTask, QuantizerWeights, last_layer, loss_names, pulls
 from vitrail.train.optim import OptimConfig
@@ -212,8 +212,27 @@ def test_a_convolutional_codec_trains_too():
     losses = task(BATCH)
     sum(losses.values()).backward()
     assert all(p.grad is not None for p in codec.parameters())
-    with pytest.raises(ConfigError, match="square"):
-        CodecTask(codec, {"kept": Kept()})
+
+
+def test_pictures_are_as_high_and_wide_as_the_codecs():
+    """Also those that teach it: a critic, a network, and a tower that has a patch for every code."""
+    net = ConvPairConfig(widths=(16, 16, 16), layers=1, latent=8, groups=8, size=(16, 24))
+    for side in (16, 24, 40):  # of square ones
+        codec = Codec(CodecConfig(net=net, quantizer=QUANTIZERS["vq"]))
+        task = CodecTask(codec, {"kept": Kept(side=side, views=ViewsConfig(area=(0.5, 1.0), turn=10, erase=1.0))})
+        seen = []
+        codec.encoder.register_forward_hook(lambda _, given, out, seen=seen: seen.append((given[0].shape, out.shape)))
+        task(BATCH)["l2"].backward()
+        task.model.eval()
+        task(BATCH)
+        count = sum(map(len, BATCH.values()))
+        assert seen == [((count, 3, 16, 24), (count, 4, 6, 8))] * 2
+        assert task.flops(BATCH) == cost.flops(codec, codec.work(count, 16, 24))
+    config = TaughtCodecConfig(codec=codec.config, critic=CRITIC, teacher=TOWER)
+    settings = CodecSettings(weights="gaia-1", quantizer=QuantizerWeights(commit=1.0))
+    taught_wide = CodecTask(TaughtCodec(config), {"kept": Kept(side=32)}, settings, networks)
+    losses = taught_wide(BATCH)
+    assert all(loss.isfinite() for loss in losses.values()) and losses["distillation"] > 0
 
 
 def test_pictures_are_varied_in_training_and_shown_as_they_are_when_judged():

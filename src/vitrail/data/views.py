@@ -3,7 +3,7 @@
 All random numbers come from torch's own generator, which the trainer sets at every step, so a second call gives another
 view of the same picture, and a run that goes on makes the views that it would have made.
 
-B pictures, C channels (red, green, blue and perhaps opacity), H, W pixels, S side of a view
+B pictures, C channels (red, green, blue and perhaps opacity), h, w pixels of a picture, H, W of a view
 """
 
 import math
@@ -78,22 +78,23 @@ class ViewsConfig(Config):
 PLAIN = ViewsConfig()
 
 
-def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
-    """uint8 (B, 3 or 4, H, W) → float32 (B, 3, S, S) in −1…1, a view of each. What is not square is squashed first, as
-    all pictures are that our towers see."""
+def views(pixels: Tensor, config: ViewsConfig = PLAIN, size: tuple[int, int] | None = None) -> Tensor:
+    """uint8 (B, 3 or 4, h, w) → float32 (B, 3, H, W) in −1…1, a view of each: of `size`, or square. For the latter what
+    is not square is squashed first, as all pictures are that our towers see."""
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] not in (3, 4):
         raise ImageError(
-            f"views are made of uint8 (B, 3 or 4, H, W), not {pixels.dtype} {tuple(pixels.shape)}",
+            f"views are made of uint8 (B, 3 or 4, h, w), not {pixels.dtype} {tuple(pixels.shape)}",
             "give red, green, blue and perhaps opacity",
         )
     x = pixels / 255
     if config.gamma != (0.0, 0.0):
         x = torch.cat([_bent(x[:, :3], config), x[:, 3:]], 1)
-    if x.shape[2] != x.shape[3]:
+    if size is None and x.shape[2] != x.shape[3]:
         x = F.interpolate(x, (max(x.shape[2:]),) * 2, mode="bilinear")
     if pixels.shape[1] == 4:  # colours of what is transparent must not bleed into what is not
         x = torch.cat([x[:, :3] * x[:, 3:], x[:, 3:]], 1)
-    x = _placed(x, config)
+    side = config.side or x.shape[-1]
+    x = _placed(x, config, size or (side, side))
     if pixels.shape[1] == 4:
         x = x[:, :3] + (1 - x[:, 3:]) * _grounds(x, config)
     if config.colour or config.grey or config.repaint:
@@ -109,23 +110,20 @@ def views(pixels: Tensor, config: ViewsConfig = PLAIN) -> Tensor:
     return (x * 2 - 1).clamp(-1, 1)
 
 
-def _placed(x: Tensor, config: ViewsConfig) -> Tensor:
-    """(B, C, H, H) → (B, C, S, S): one affine map a picture"""
-    B, C, H, _ = x.shape
-    S, device = config.side or H, x.device
+def _placed(x: Tensor, config: ViewsConfig, size: tuple[int, int]) -> Tensor:
+    """(B, C, h, w) → (B, C, H, W): one affine map a picture"""
+    (B, C, h, w), (H, W), device = x.shape, size, x.device
     moved = config.area != (1.0, 1.0) or config.stretch > 1 or config.shift or config.turn
     if not moved:
         if config.mirror:
             x = torch.where(_hits(B, config.mirror, device), x.flip(-1), x)
-        if S != H:
-            x = F.interpolate(x, (S, S), mode="bilinear", antialias=True)
-        return x
+        return x if (h, w) == size else F.interpolate(x, size, mode="bilinear", antialias=True)
     area, ratio, turn, mirror = torch.rand(4, B, device=device)
-    size = (config.area[0] + (config.area[1] - config.area[0]) * area).sqrt()
+    part = (config.area[0] + (config.area[1] - config.area[0]) * area).sqrt()
     ratio = torch.exp((ratio - 0.5) * math.log(config.stretch))  # √ of how much wider than high
     if config.area != (1.0, 1.0) and config.area[1] <= 1:  # what is cut out lies inside
-        ratio = ratio.clamp(size, 1 / size)
-    wide, high = size * ratio, size / ratio
+        ratio = ratio.clamp(part, 1 / part)
+    wide, high = part * ratio, part / ratio
     room = (1 - torch.stack([wide, high], 1)).abs() / 2  # how far it can go without leaving an edge
     reach = config.shift if config.area == (1.0, 1.0) else room.clamp(max=config.shift)
     middle = (torch.rand(B, 2, device=device) * 2 - 1) * reach * 2  # in −1…1 of the picture
@@ -134,16 +132,17 @@ def _placed(x: Tensor, config: ViewsConfig) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     theta = torch.stack(
         [
-            torch.stack([wide * cos * sign, -high * sin, middle[:, 0]], 1),
-            torch.stack([wide * sin * sign, high * cos, middle[:, 1]], 1),
+            torch.stack([wide * cos * sign, -high * sin * (H / W), middle[:, 0]], 1),
+            torch.stack([wide * sin * sign * (W / H), high * cos, middle[:, 1]], 1),
         ],
         1,
-    )  # (B, 2, 3)
+    )  # (B, 2, 3), in −1…1 of either side
     edge = "zeros" if C == 4 else "reflection"  # beyond a drawing is nothing, beyond a photograph more of the like
-    enough = math.ceil(2 * S / math.sqrt(config.area[0]))  # pixels of which the closest view has two each
-    if enough < H:  # of more, some would go unseen
-        x = F.interpolate(x, (enough, enough), mode="bilinear", antialias=True)
-    grid = F.affine_grid(theta, [B, C, S, S], align_corners=False)
+    # Pixels of which the closest view has two each: of more, some would go unseen.
+    enough = [min(own, math.ceil(2 * n / math.sqrt(config.area[0]))) for own, n in zip((h, w), size, strict=True)]
+    if enough != [h, w]:
+        x = F.interpolate(x, enough, mode="bilinear", antialias=True)
+    grid = F.affine_grid(theta, [B, C, H, W], align_corners=False)
     return F.grid_sample(x, grid, padding_mode=edge, align_corners=False)
 
 
@@ -154,14 +153,14 @@ def _bent(x: Tensor, config: ViewsConfig) -> Tensor:
 
 
 def _grounds(x: Tensor, config: ViewsConfig) -> Tensor:
-    """(B, 3, S, S): white, one colour, or two that run into each other"""
-    B, S, device = len(x), x.shape[-1], x.device
+    """(B, 3, H, W): white, one colour, or two that run into each other"""
+    (B, _, H, W), device = x.shape, x.device
     if not config.ground:
         return torch.ones(1, device=device)
     colours = torch.rand(2, B, 3, 1, 1, device=device)
     angle = torch.rand(B, 1, 1, 1, device=device) * 2 * math.pi
-    line = torch.linspace(-0.5, 0.5, S, device=device)
-    along = (line[:, None] * angle.sin() + line * angle.cos() + 0.5).clamp(0, 1)  # (B, 1, S, S)
+    down, across = (torch.linspace(-0.5, 0.5, n, device=device) for n in (H, W))
+    along = (down[:, None] * angle.sin() + across * angle.cos() + 0.5).clamp(0, 1)  # (B, 1, H, W)
     plain = _hits(B, 0.5, device)
     other = torch.where(plain, colours[0], torch.lerp(colours[0], colours[1], along))
     return torch.where(_hits(B, config.ground, device), other, 1.0)
@@ -204,16 +203,17 @@ def _painted(x: Tensor, config: ViewsConfig) -> Tensor:
 
 
 def _blurred(x: Tensor, config: ViewsConfig) -> Tensor:
-    """By a Gaussian of up to a sixteenth of the side"""
-    B, S, device = len(x), x.shape[-1], x.device
+    """By a Gaussian of up to a sixteenth of the shorter side"""
+    (B, _, H, W), device = x.shape, x.device
+    S = min(H, W)
     reach = max(1, min(S // 8, 12))
     sigma = 0.3 + torch.rand(B, 1, device=device) * S / 32
     taps = torch.arange(-reach, reach + 1, device=device)
     kernel = torch.exp(-((taps / sigma) ** 2) / 2)  # (B, taps)
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)  # (B · 3, taps)
-    flat = F.pad(x, [reach] * 4, mode="replicate").view(1, B * 3, S + 2 * reach, S + 2 * reach)
+    flat = F.pad(x, [reach] * 4, mode="replicate").view(1, B * 3, H + 2 * reach, W + 2 * reach)
     flat = F.conv2d(flat, kernel[:, None, :, None], groups=B * 3)
-    soft = F.conv2d(flat, kernel[:, None, None, :], groups=B * 3).view(B, 3, S, S)
+    soft = F.conv2d(flat, kernel[:, None, None, :], groups=B * 3).view(B, 3, H, W)
     return torch.where(_hits(B, config.blur, device), soft, x)
 
 
@@ -229,12 +229,13 @@ def _focused(x: Tensor, config: ViewsConfig) -> Tensor:
 
 
 def _erased(x: Tensor, config: ViewsConfig) -> Tensor:
-    B, S, device = len(x), x.shape[-1], x.device
-    size = (0.1 + 0.4 * torch.rand(B, 2, 1, device=device)) * S
-    middle = torch.rand(B, 2, 1, device=device) * S
-    line = torch.arange(S, device=device) + 0.5
-    near = (line - middle).abs() < size / 2  # (B, 2, S): rows, columns
-    patch = (near[:, 0, :, None] & near[:, 1, None, :])[:, None]  # (B, 1, S, S)
+    (B, _, *size), device = x.shape, x.device
+    share, middle = 0.1 + 0.4 * torch.rand(B, 2, 1, device=device), torch.rand(B, 2, 1, device=device)
+    rows, columns = (
+        (torch.arange(n, device=device) + 0.5 - middle[:, axis] * n).abs() < share[:, axis] * n / 2  # (B, n)
+        for axis, n in enumerate(size)
+    )
+    patch = (rows[:, :, None] & columns[:, None])[:, None]  # (B, 1, H, W)
     return torch.where(patch & _hits(B, config.erase, device), torch.rand(B, 3, 1, 1, device=device), x)
 
 

@@ -45,7 +45,7 @@ class CodecSettings(Config):
     """
     weights    a published table by its name (`gaia-1`, `qlip-stage-2`), or what each loss counts
     quantizer  what each of the quantizer's losses counts, before all of them count as `weights.quantizer`
-    side       of the pictures; the codec's own unless given
+    side       of the pictures, which are then square; the codec's own height and width unless given
     network    whose features LPIPS and Gram matrices compare
     game       the kind of adversarial loss
     start      passes of the whole run before which both sides' losses count nothing; a step has `accumulate` of them
@@ -84,12 +84,11 @@ class Reconstruction:
     def __init__(self, model: nn.Module, settings: CodecSettings, networks: Networks | None):
         self.model, self.settings, self.table = model, settings, settings.table
         self.codec = codec_of(model)
-        self.side = settings.side or self.codec.size[0]
-        if settings.side is None and len(set(self.codec.size)) > 1:
-            raise ConfigError(f"pictures are square here, and the codec's are {self.codec.size}", "give settings.side")
-        if self.side % self.codec.factor:
+        self.size = self.codec.size if settings.side is None else (settings.side, settings.side)
+        if any(side % self.codec.factor for side in self.size):
             raise ConfigError(
-                f"pictures of {self.side} do not divide into codes of {self.codec.factor} pixels", "change side"
+                f"pictures of {self.size[0]} × {self.size[1]} do not divide into codes of {self.codec.factor} pixels",
+                "change side",
             )
         self._check(networks)
         if self.table.perceptual or self.table.gram:
@@ -161,9 +160,9 @@ class Reconstruction:
             raise ConfigError("perceptual losses compare features, and there is no network", "give `networks`")
         if table.gan and critic is None:
             raise ConfigError("an adversarial loss needs a critic", "set model.config.critic, or weights.gan = 0")
-        if table.gan and self.side < critic.config.minimum:
+        if table.gan and min(self.size) < critic.config.minimum:
             raise ConfigError(
-                f"a critic of {critic.config.layers} layers judges nothing of {self.side} pixels",
+                f"a critic of {critic.config.layers} layers judges nothing of {min(self.size)} pixels",
                 f"give it fewer, or pictures of {critic.config.minimum} or more",
             )
         if table.distillation and getattr(self.model, "teacher", None) is None:
@@ -186,11 +185,10 @@ class CodecTask:
     ):
         self.model, self.sources = model, sources
         self.losses = Reconstruction(model, settings or CodecSettings(), networks)
-        self.codec, side = self.losses.codec, self.losses.side
+        self.codec, self.size = self.losses.codec, self.losses.size
         if not any(self.losses.weights.values()):
             raise ConfigError("every weight is 0, so nothing would be learned", "give at least one loss a weight")
-        self.plain = PLAIN.with_(side=side)
-        self.views = {n: getattr(s.config, "views", PLAIN).with_(side=side) for n, s in sources.items()}
+        self.views = {n: getattr(s.config, "views", PLAIN) for n, s in sources.items()}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -204,14 +202,14 @@ class CodecTask:
         return dict.fromkeys(self.weights, size(batch))
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        how = self.views if self.model.training else dict.fromkeys(self.views, self.plain)
-        shown = viewed(batch, self.sources, how)
+        how = self.views if self.model.training else dict.fromkeys(self.views, PLAIN)
+        shown = viewed(batch, self.sources, how, self.size)
         drawn, found = self.codec(shown.to(next(self.codec.encoder.parameters()).dtype))
         return self.losses(shown, drawn, found)
 
     def flops(self, batch: Batch) -> int:
         """Of the codec; critic, teacher and LPIPS are not counted."""
-        return cost.flops(self.codec, self.codec.work(size(batch), self.losses.side))
+        return cost.flops(self.codec, self.codec.work(size(batch), *self.size))
 
 
 def codec_of(model: nn.Module) -> Codec:

@@ -1,6 +1,6 @@
 """The pictures of a batch, which is sample numbers by the name of their source.
 
-B pictures, H, W pixels, S side
+B pictures, H, W pixels
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,8 @@ def size(batch: Batch) -> int:
 
 
 @torch.no_grad()
-def viewed(batch: Batch, sources: Mapping[str, Any], how: Mapping[str, ViewsConfig]) -> Tensor:
-    """(B, 3, S, S) in −1 … 1, each source's pictures viewed in its own way"""
-    return torch.cat([views(sources[name].pixels(index), how[name]) for name, index in batch.items()])
+def viewed(
+    batch: Batch, sources: Mapping[str, Any], how: Mapping[str, ViewsConfig], size: tuple[int, int] | None = None
+) -> Tensor:
+    """(B, 3, H, W) in −1 … 1, each source's pictures viewed in its own way; square, unless a `size` is given"""
+    return torch.cat([views(sources[name].pixels(index), how[name], size) for name, index in batch.items()])

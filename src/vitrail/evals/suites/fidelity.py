@@ -14,7 +14,7 @@ from vitrail.data.words import Words
 from vitrail.data.words.templates import DRAWINGS
 from vitrail.errors import ConfigError
 from vitrail.evals.judge import wished
-from vitrail.evals.metrics.frechet import Network, features, frechet_distance
+from vitrail.evals.metrics.frechet import Moments, Network, features, frechet, frechet_distance
 from vitrail.evals.shares import Score
 from vitrail.evals.suites.talking import BATCH, Drawer
 
@@ -50,9 +50,10 @@ def fidelity(
     true = torch.cat([made.pixels for _, made in asked])
     there, seen = features(true, network), features(drawn(), network)
     coded = features((through(some) for some in true.split(batch)), network)
-    found = frechet_distance(seen, there, network.name)
+    found = frechet_distance(seen, there, network.name)  # which says so where there are too few
+    exact = Moments.of(there)
     beside = {
-        CODED: frechet_distance(coded, there, network.name, paired=True, rounds=0).value,
-        OTHERS: frechet_distance(features(torch.cat(others), network), there, network.name, rounds=0).value,
+        CODED: frechet(Moments.of(coded), exact),
+        OTHERS: frechet(Moments.of(features(torch.cat(others), network)), exact),
     }
     return Score(found.name, found.value, found.interval, found.of, beside, points=True)

@@ -231,8 +231,10 @@ def test_pictures_are_as_high_and_wide_as_the_codecs():
     config = TaughtCodecConfig(codec=codec.config, critic=CRITIC, teacher=TOWER)
     settings = CodecSettings(weights="gaia-1", quantizer=QuantizerWeights(commit=1.0))
     taught_wide = CodecTask(TaughtCodec(config), {"kept": Kept(side=32)}, settings, networks)
-    losses = taught_wide(BATCH)
-    assert all(loss.isfinite() for loss in losses.values()) and losses["distillation"] > 0
+    for dtype in (torch.float32, torch.bfloat16):
+        taught_wide.model.to(dtype)
+        losses = taught_wide(BATCH)
+        assert all(loss.isfinite() for loss in losses.values()) and losses["distillation"] > 0
 
 
 def test_pictures_are_varied_in_training_and_shown_as_they_are_when_judged():

@@ -98,12 +98,13 @@ class TaughtCodec(nn.Module):
 
     @torch.no_grad()
     def lesson(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """pixels (B, C, S, S) → the teacher's features (B, h, w, D), of a picture resized so that it has a patch for
+        """pixels (B, C, H, W) → the teacher's features (B, h, w, D), of a picture resized so that it has a patch for
         every code"""
         assert self.teacher is not None
         size = [side * self.teacher.config.patch for side in grid]
         if list(pixels.shape[2:]) != size:
-            pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
+            # In float32: a CPU has no such kernel of half precision.
+            pixels = F.interpolate(pixels.float(), size, mode="bilinear", antialias=True).to(pixels.dtype)
         return self.teacher(pixels).unflatten(1, grid)
 
 

@@ -474,9 +474,7 @@ def _start(model: nn.Module, name: str, other: StartPart) -> None:
             raise ConfigError(f"model.parts.{name}.fresh names {part!r}, which it has not", "leave it out")
     give = theirs.state_dict()
     alone = sorted(key for key in have if key not in give)
-    for key in have:
-        if key.split(".")[0] in FRESH and key in alone:
-            continue
+    for key in (key for key in have if key.split(".")[0] not in FRESH or key not in alone):
         if key in alone or have[key].shape != give[key].shape:
             theirs_is = "missing there" if key in alone else f"of {tuple(give[key].shape)} there"
             raise ConfigError(

@@ -129,8 +129,9 @@ def test_fidelity(run, monkeypatch):
     assert score["name"] == "FD-Eye" and score["of"] == 12 and score["points"] and score["value"] > 0
     assert set(score["beside"]) == {"true pictures in its codes", "other true pictures"} and "FD-Eye" in shown
     assert found["true"] == "mine:draw" and found["guidance"] == 3.0
-    with pytest.raises(ConfigError, match="no scenes 'any'"):
-        run("fidelity", "--true", "mine:any")
+    for wrong, said in (("mine:any", "no scenes 'any'"), ("flat", "'flat' says no recipe")):
+        with pytest.raises(ConfigError, match=said):
+            run("fidelity", "--true", wrong)
 
 
 def test_true_pictures_may_be_a_recipes(run, tmp_path, monkeypatch):

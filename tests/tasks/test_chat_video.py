@@ -10,6 +10,7 @@ from PIL import Image
 
 import vitrail
 from helpers import randomize
+from tasks.test_chat import gradients
 from test_talker_video import save, write_clip
 from train import ranks
 from vitrail import hub, recipe
@@ -138,13 +139,6 @@ def messages(sample: Sample) -> list[dict]:
         }
         for turn in sample.turns
     ]
-
-
-def gradients(task: ChatTask, *batches) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = sum(task(batch)["answers"] for batch in batches) / sum(task.counts(batch)["answers"] for batch in batches)
-    task.model.zero_grad()
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in task.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", QWENS)

@@ -101,6 +101,8 @@ def scenes_in(asked: str) -> "ScenesConfig":
     from vitrail.data.scenes.source import ScenesConfig
 
     name, _, source = asked.rpartition(":")
+    if not name:
+        raise ConfigError(f"{asked!r} says no recipe", "write RECIPE:SOURCE, such as mini:draw")
     sources = {key: one for key, one in recipe.read(name).sources.items() if isinstance(one, ScenesConfig)}
     if source not in sources:
         raise ConfigError(f"recipe {name!r} has no scenes {source!r}", nearest(source, sources))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from vitrail.data.formats.sample import progress
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.words import Words
 from vitrail.data.words.templates import DRAWINGS
@@ -42,14 +43,14 @@ def fidelity(
     others = [wished(words, source, kind, count, start=APART, whole=True)[1].pixels for kind in DRAWINGS]
 
     def drawn() -> Iterator[Tensor]:
-        for number, (prompt, _) in enumerate(asked):
-            texts = words.pieces.read(prompt.text)
-            for first in range(0, count, batch):
-                yield drawer(texts[first : first + batch], number * count + first)
+        texts = [words.pieces.read(prompt.text) for prompt, _ in asked]
+        parts = [(kind, first) for kind in range(len(asked)) for first in range(0, count, batch)]
+        for kind, first in progress(parts, "drawings"):
+            yield drawer(texts[kind][first : first + batch], kind * count + first)
 
     true = torch.cat([made.pixels for _, made in asked])
     there, seen = features(true, network), features(drawn(), network)
-    coded = features((through(some) for some in true.split(batch)), network)
+    coded = features((through(some) for some in progress(true.split(batch), "true pictures")), network)
     found = frechet_distance(seen, there, network.name)  # which says so where there are too few
     exact = Moments.of(there)
     beside = {

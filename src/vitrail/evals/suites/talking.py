@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vitrail.data.formats.sample import progress
 from vitrail.data.scenes.source import SceneSource
 from vitrail.data.words import Words, ask, baselines, matches, prompts
 from vitrail.data.words.templates import DRAWINGS
@@ -128,7 +129,7 @@ def drawn(
         asked = prompts(judge.words, kind, count, seed, held_out=held_out, among=judge.knows)
         texts, others = judge.words.pieces.read(asked.text), asked.spec[torch.arange(count).roll(1)]
         right, taken = 0, 0
-        for first in range(0, count, batch):
+        for first in progress(range(0, count, batch), f"drawings, {kind}"):
             rows = slice(first, first + batch)
             pixels = drawer(texts[rows], number * count + first)
             seen = judge.look(pixels.to(asked.spec.number.device))

@@ -228,7 +228,7 @@ def test_pictures_are_as_high_and_wide_as_the_codecs():
         count = sum(map(len, BATCH.values()))
         assert seen == [((count, 3, 16, 24), (count, 4, 6, 8))] * 2
         assert task.flops(BATCH) == cost.flops(codec, codec.work(count, 16, 24))
-    config = TaughtCodecConfig(codec=codec.config, critic=CRITIC, teacher=TOWER)
+    config = TaughtCodecConfig(codec=codec.config, critic=CRITIC, teacher=TOWER.with_(patch=2))  # it resizes
     settings = CodecSettings(weights="gaia-1", quantizer=QuantizerWeights(commit=1.0))
     taught_wide = CodecTask(TaughtCodec(config), {"kept": Kept(side=32)}, settings, networks)
     for dtype in (torch.float32, torch.bfloat16):

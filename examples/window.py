@@ -1,4 +1,4 @@
-"""Paint a stained-glass window: a picture of our own for the documentation.
+"""Paint a stained-glass window: an image for the documentation.
 
 python examples/window.py window.png
 """
@@ -12,7 +12,7 @@ from PIL import Image
 PALETTE = np.array([(196, 66, 48), (18, 92, 186), (202, 138, 30), (38, 134, 92), (118, 80, 168), (240, 226, 190)])
 
 
-def window(width: int = 900, height: int = 560, panes: int = 90, seed: int = 3) -> Image.Image:
+def paint_window(width: int = 900, height: int = 560, panes: int = 90, seed: int = 3) -> Image.Image:
     """Voronoi panes of coloured glass, darker towards their edges, joined by lead."""
     rng = np.random.default_rng(seed)
     seeds = rng.uniform((0, 0), (height, width), (panes, 2))
@@ -27,4 +27,4 @@ def window(width: int = 900, height: int = 560, panes: int = 90, seed: int = 3) 
 
 
 if __name__ == "__main__":
-    window().save(Path(sys.argv[1] if len(sys.argv) > 1 else "window.png"))
+    paint_window().save(Path(sys.argv[1] if len(sys.argv) > 1 else "window.png"))

@@ -1,121 +1,96 @@
-"""Codecs: pictures a second there and back, against diffusers' AutoencoderKL with the same weights; files of tokens.
+"""Images per second of codecs, their agreement with diffusers' AutoencoderKL, and token files.
 
-    python perf/codecs.py --out results.json                 # on a CUDA device where there is one, else on the CPU
+    python perf/codecs.py --out results.json                 # on a CUDA device if there is one, else on the CPU
     python perf/codecs.py --out results.json --preset sd-vae --preset bsq-vit-b16-28
 
-Presets have random weights and run at their own size: in bfloat16 on a GPU, in float32 on a CPU, where only a few of
-them do, one picture at a time. The peer runs in turn with ours, in float32, eagerly, in the same process: `speedup` is
-the median of its time over ours, and `agree` the largest difference of what comes out over the largest value. A file of
-tokens is written and read record by record, `write` with what makes it whole on the disk.
+Presets have random weights and run at their own image size, in bfloat16 on a GPU and in float32 on a CPU. A CPU
+measures only a few of them, one image at a time. AutoencoderKL has the same weights; both sides alternate in float32,
+without compilation. `speedup` is the median of its time over ours, and `agree` the largest difference of the outputs
+relative to the largest value. Token files are written and read one record at a time. `write_s` includes the flush to
+disk.
 """
 
-import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
-from torch import Tensor
+from record import make_parser, write_record
+from timing import CUDA, DEVICE, compare_alternating, median_seconds, relative_difference
 
 from vitrail import hub
 from vitrail.codecs.codec import Codec, CodecConfig
-from vitrail.codecs.container import Header, TokenFile
-from vitrail.codecs.conv import ConvPairConfig
-from vitrail.codecs.presets import CODECS
+from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig
+from vitrail.codecs.presets import CODEC_PRESETS
 from vitrail.codecs.quantizers import KLConfig
-from vitrail.codecs.writer import TokenWriter
-from vitrail.errors import ConfigError, nearest
+from vitrail.codecs.token_file import TokenFile, TokenFileHeader
+from vitrail.codecs.token_file_writer import TokenFileWriter
+from vitrail.errors import ConfigError, suggest_name
 
-CUDA = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-LIGHT = ("bsq-vit-b16-28", "vqgan-f16-16384", "sd-vae")  # what a CPU is asked for
-PIXELS = 2**22 if CUDA else 2**16  # at once
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+CPU_PRESETS = ("bsq-vit-b16-28", "vqgan-f16-16384", "sd-vae")
+PIXELS_PER_BATCH = 2**22 if CUDA else 2**16
 REPEATS = 10 if CUDA else 2
+ROUNDS = 15
 MEASURED = (
     "vitrail.codecs.codec",
-    "vitrail.codecs.container",
-    "vitrail.codecs.conv",
-    "vitrail.codecs.packing",
-    "vitrail.codecs.vit",
-    "vitrail.codecs.writer",
+    "vitrail.codecs.token_file",
+    "vitrail.codecs.conv_autoencoder",
+    "vitrail.codecs.bit_packing",
+    "vitrail.codecs.vit_autoencoder",
+    "vitrail.codecs.token_file_writer",
 )
 
 
-def seconds(call: Callable[[], object]) -> float:
-    if CUDA:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def measure_rate(count: int, call: Callable[[], object]) -> float:
+    """Return items per second of a call that handles `count` items."""
+    return count / median_seconds(call, REPEATS)
 
 
-def rate(count: int, call: Callable[[], object]) -> float:
-    """A second, by the median of some calls after one that does not count."""
-    call()
-    return count / statistics.median(seconds(call) for _ in range(REPEATS))
-
-
-def in_turn(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 15) -> dict[str, float]:
-    """Median of theirs / ours over rounds in which each runs once, after two that do not count."""
-    ratios = []
-    for i in range(rounds + 2):
-        order = (ours, theirs) if i % 2 else (theirs, ours)
-        spent = dict(zip(order, map(seconds, order), strict=True))
-        if i >= 2:
-            ratios.append(spent[theirs] / spent[ours])
-    return {"speedup": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-
-
-def of_preset(name: str) -> dict[str, Any]:
-    config = CODECS[name]
+def measure_preset(name: str) -> dict[str, Any]:
+    config = CODEC_PRESETS[name]
     codec = Codec(config).to(DEVICE, DTYPE).eval()
-    H, W = codec.size
-    batch = max(1, PIXELS // (H * W))
-    bytes = torch.randint(0, 256, (batch, 3, H, W), dtype=torch.uint8)
-    found = codec.encode(codec.pixels(bytes))
-    codes = found.codes
+    H, W = codec.image_size
+    batch = max(1, PIXELS_PER_BATCH // (H * W))
+    images = torch.randint(0, 256, (batch, 3, H, W), dtype=torch.uint8)
+    codes = codec.encode(codec.to_pixels(images)).codes
     return {
         "size": [H, W],
         "batch": batch,
         "dtype": str(DTYPE).removeprefix("torch."),
         "parameters": sum(p.numel() for p in codec.parameters()),
-        "encode_s": rate(batch, lambda: codec.encode(codec.pixels(bytes))),
-        "decode_s": rate(batch, lambda: codec.bytes(codec.decode(codes))),
+        "encode_s": measure_rate(batch, lambda: codec.encode(codec.to_pixels(images))),
+        "decode_s": measure_rate(batch, lambda: codec.to_uint8(codec.decode(codes))),
     }
 
 
-def of_autoencoder(widths: tuple[int, ...], side: int, batch: int) -> dict[str, Any]:
-    """Ours and diffusers' with the same weights."""
+def compare_autoencoder(widths: tuple[int, ...], side: int, batch: int) -> dict[str, Any]:
+    """Compare our autoencoder with diffusers' on the same weights."""
     from diffusers import AutoencoderKL
 
-    net = ConvPairConfig(widths=widths, latent=4, size=(side, side))
+    net = ConvAutoencoderConfig(widths=widths, latent_channels=4, image_size=(side, side))
     ours = Codec(CodecConfig(net=net, quantizer=KLConfig(width=4))).eval()
     with tempfile.TemporaryDirectory() as folder:
         hub.to_hf(ours, folder)
-        theirs: Any = AutoencoderKL.from_pretrained(folder).eval().to(DEVICE)
+        reference: Any = AutoencoderKL.from_pretrained(folder).eval().to(DEVICE)
     ours.to(DEVICE)
     pixels = torch.rand(batch, 3, side, side, device=DEVICE) * 2 - 1
-    codes, mean = ours.encode(pixels).codes, theirs.encode(pixels).latent_dist.mean
-    drawn, other = ours.decode(codes), theirs.decode(mean).sample
+    codes, mean = ours.encode(pixels).codes, reference.encode(pixels).latent_dist.mean
+    image, reference_image = ours.decode(codes), reference.decode(mean).sample
     return {
         "widths": list(widths),
         "side": side,
         "batch": batch,
-        "agree": max(_apart(codes.movedim(-1, 1), mean), _apart(drawn, other)),
-        "encode": in_turn(lambda: ours.encode(pixels), lambda: theirs.encode(pixels)),
-        "decode": in_turn(lambda: ours.decode(codes), lambda: theirs.decode(mean)),
+        "agree": max(relative_difference(codes.movedim(-1, 1), mean), relative_difference(image, reference_image)),
+        "encode": compare_alternating(lambda: ours.encode(pixels), lambda: reference.encode(pixels), ROUNDS),
+        "decode": compare_alternating(lambda: ours.decode(codes), lambda: reference.decode(mean), ROUNDS),
     }
 
 
-def of_container(count: int, side: int, bits: int) -> dict[str, Any]:
-    """`count` pictures of side × side ids."""
-    header = Header(model="0", name="none", sizes=(2**bits,), groups=False, factor=16, fit={})
+def measure_token_file(count: int, side: int, bits: int) -> dict[str, Any]:
+    """Write and read a token file of `count` images with side × side ids."""
+    header = TokenFileHeader(model="0", name="none", sizes=(2**bits,), groups=False, factor=16, fit={})
     ids = torch.randint(0, 2**bits, (count, side, side))
     size = (16 * side, 16 * side)
     with tempfile.TemporaryDirectory() as folder:
@@ -123,9 +98,9 @@ def of_container(count: int, side: int, bits: int) -> dict[str, Any]:
 
         def write() -> None:
             path.unlink(missing_ok=True)
-            with TokenWriter(path, header) as writer:
-                for n, own in enumerate(ids):
-                    writer.add(str(n), own, size)
+            with TokenFileWriter(path, header) as writer:
+                for n, image_ids in enumerate(ids):
+                    writer.add(str(n), image_ids, size)
                 writer.finish()
 
         def read() -> None:
@@ -134,49 +109,44 @@ def of_container(count: int, side: int, bits: int) -> dict[str, Any]:
 
         def check() -> None:
             with TokenFile(path) as file:
-                file.check()
+                file.verify_digest()
 
         write()
-        weight = path.stat().st_size
+        num_bytes = path.stat().st_size
         return {
-            "bytes": weight,
-            "over_nominal": 8 * weight / (count * side * side * bits),
-            "write_s": rate(count, write),
-            "read_s": rate(count, read),
-            "check_mb_s": rate(weight, check) / 1e6,
+            "bytes": num_bytes,
+            "over_nominal": 8 * num_bytes / (count * side * side * bits),
+            "write_s": measure_rate(count, write),
+            "read_s": measure_rate(count, read),
+            "check_mb_s": measure_rate(num_bytes, check) / 1e6,
         }
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--preset", action="append", help="of the codecs; may be repeated")
+    parser = make_parser(__doc__)
+    parser.add_argument("--preset", action="append", help="a codec preset; may be repeated")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     figures: dict[str, Any] = {"device": DEVICE}
 
-    def keep(name: str, row: dict[str, Any]) -> None:
+    def save(name: str, row: dict[str, Any]) -> None:
         figures[name] = row
         print(f"{name:32}", row, flush=True)
-        record(arguments.out, figures, *MEASURED)
+        write_record(arguments.out, figures, MEASURED)
 
     for bits in (10, 18, 28):
-        keep(f"container 16 x 16, {bits} bits", of_container(2000, 16, bits))
+        save(f"container 16 x 16, {bits} bits", measure_token_file(2000, 16, bits))
     try:
         sizes = [((128, 256, 512, 512), 256, 8), ((64, 128, 128), 128, 4)][0 if CUDA else 1 :]
         for widths, side, batch in sizes:
-            keep(f"AutoencoderKL {'-'.join(map(str, widths))} at {side}", of_autoencoder(widths, side, batch))
+            save(f"AutoencoderKL {'-'.join(map(str, widths))} at {side}", compare_autoencoder(widths, side, batch))
     except ImportError:
-        print("diffusers is not installed: ours alone")
-    for name in arguments.preset or (CODECS if CUDA else LIGHT):
-        if name not in CODECS:
-            raise ConfigError(f"there is no codec {name!r}", nearest(name, CODECS))
-        keep(name, of_preset(name))
+        print("diffusers is not installed: without the comparison")
+    for name in arguments.preset or (CODEC_PRESETS if CUDA else CPU_PRESETS):
+        if name not in CODEC_PRESETS:
+            raise ConfigError(f"there is no codec {name!r}", suggest_name(name, CODEC_PRESETS))
+        save(name, measure_preset(name))
 
 
 if __name__ == "__main__":

@@ -1,155 +1,130 @@
-"""Decoding one row of text with a 1.1B Llama: our captured step against transformers, and the weight-read floor.
+"""Decoding with a 1.1B Llama: our CUDA graph step against transformers and the lower bound.
 
     python perf/decode.py --out results.json        # needs a CUDA device
 
-Greedy, after a prompt of 128 tokens, 256 new ones. `generate` on both sides includes the prompt and the host's loop;
-`step` is our captured step alone, choosing the next token itself. Peer: transformers' static, compiled cache. Floor:
-every weight the step needs, read once at the copy bandwidth measured in the same run. `rows` is the same for eight
-rows side by side, where the captured step is the model itself, plain or compiled.
+Greedy, one row, a prompt of 128 tokens and 256 new tokens. `generate` includes the prompt and the Python loop on both
+sides. `step` is our CUDA graph step alone, which also selects the next token. Reference: transformers' static, compiled
+cache. Lower bound: all weights of a step, read once at the copy bandwidth of the same run. `rows` has eight rows, where
+the step is the model itself, plain or compiled.
 """
 
-import argparse
 import json
-import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from record import record
+from record import make_parser, write_record
+from timing import measure_bandwidth, relative_difference, time_calls
 
 from vitrail.backbones.decoder import Decoder
-from vitrail.backbones.presets import DECODERS
-from vitrail.generate import GREEDY, generate
-from vitrail.generate.captured import CapturedStep
-from vitrail.nn import Work, cost
+from vitrail.backbones.presets import DECODER_PRESETS
+from vitrail.generate import GREEDY, generate_texts
+from vitrail.generate.cuda_graph_decode import CUDAGraphDecodeStep
+from vitrail.nn import Workload, cost
 
 PROMPT, NEW, ROWS = 128, 256, 8
-CONFIG = DECODERS["perf-1.1b"]
+CONFIG = DECODER_PRESETS["perf-1.1b"]
+MEASURED = (
+    "vitrail.generate.cuda_graph_decode",
+    "vitrail.generate.text_generation",
+    "vitrail.nn.kernels.decode_kernels",
+)
 
 
-def bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
-    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    b.copy_(a)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        b.copy_(a)
-    torch.cuda.synchronize()
-    return 20 * a.numel() / (time.perf_counter() - start)
+def make_step(
+    model: Decoder, prompt: torch.Tensor, compiled: bool = False
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Prefill a prompt and capture a greedy step.
 
+    Returns the first token and the logits after it, and a function that generates NEW tokens from there.
+    """
+    cache = model.make_cache(len(prompt), PROMPT + NEW + 8)
+    first = model.compute_logits(model.forward_hidden(prompt, cache=cache)[:, -1]).argmax(-1)
+    step = CUDAGraphDecodeStep(model, cache, greedy=True, use_compile=compiled)
+    logits = step(first).float().clone()
+    lengths, max_row_length = cache.lengths.clone(), cache.max_row_length
 
-def seconds(call, repeats: int = 3) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+    def generate() -> None:
+        cache.lengths, cache.max_row_length = lengths.clone(), max_row_length
+        step.generate_greedy(NEW)
+
+    return {"first": first, "logits": logits}, generate
 
 
 @torch.no_grad()
-def ours(prompt: torch.Tensor) -> dict[str, float]:
+def measure_ours(prompt: torch.Tensor) -> dict[str, float]:
     with torch.device("cuda"):
         model = Decoder(CONFIG).bfloat16().eval()
-    cache = model.cache(1, PROMPT + NEW + 8)
-    first = model.logits(model.hidden(prompt, cache=cache)[:, -1]).argmax(-1)
-    step = CapturedStep(model, cache, greedy=True)
-    captured = step(first).float().clone()
-    eager = model(torch.cat([prompt, first[:, None]], 1))[:, -1].float()
-    start, filled = cache.lengths.clone(), cache.filled
-
-    def follow() -> None:
-        cache.lengths, cache.filled = start.clone(), filled
-        step.follow(NEW)
-
+    output, generate_with_step = make_step(model, prompt)
+    eager = model(torch.cat([prompt, output["first"][:, None]], 1))[:, -1].float()
     ids = prompt[0].tolist()
 
-    def whole() -> None:
-        generate(model, [ids], max_new=NEW, sampling=GREEDY)
+    def generate() -> None:
+        generate_texts(model, [ids], max_new_tokens=NEW, sampling=GREEDY)
 
-    follow()
-    whole()
-    step_s, whole_s = seconds(follow) / NEW, seconds(whole) / NEW
+    step_s, generate_s = (min(time_calls(call, 3)) / NEW for call in (generate_with_step, generate))
     return {
         "step_tokens_per_s": 1 / step_s,
-        "generate_tokens_per_s": 1 / whole_s,
+        "generate_tokens_per_s": 1 / generate_s,
         "step_ms": 1000 * step_s,
-        "difference": ((captured - eager).abs().max() / eager.abs().max()).item(),
-        "bytes": cost.bytes(model, Work.decode(PROMPT + NEW // 2)).read,
+        "difference": relative_difference(output["logits"], eager),
+        "bytes": cost.count_bytes(model, Workload.decode(PROMPT + NEW // 2)).read,
     }
 
 
 @torch.no_grad()
-def rows() -> dict[str, float]:
-    """Tokens a second over all rows."""
+def measure_rows() -> dict[str, float]:
+    """Return tokens per second of ROWS rows together."""
     with torch.device("cuda"):
         model = Decoder(CONFIG).bfloat16().eval()
-    prompt = torch.randint(0, CONFIG.vocab, (ROWS, PROMPT), device="cuda")
+    prompt = torch.randint(0, CONFIG.vocab_size, (ROWS, PROMPT), device="cuda")
     result = {}
     for name, compiled in (("captured", False), ("compiled", True)):
-        cache = model.cache(ROWS, PROMPT + NEW + 8)
-        first = model.logits(model.hidden(prompt, cache=cache)[:, -1]).argmax(-1)
-        step = CapturedStep(model, cache, greedy=True, compiled=compiled)
-        step(first)
-        start, filled = cache.lengths.clone(), cache.filled
-
-        def follow(cache=cache, step=step, start=start, filled=filled) -> None:
-            cache.lengths, cache.filled = start.clone(), filled
-            step.follow(NEW)
-
-        follow()
-        result[f"{name}_tokens_per_s"] = ROWS * NEW / seconds(follow)
+        _, generate = make_step(model, prompt, compiled)
+        result[f"{name}_tokens_per_s"] = ROWS * NEW / min(time_calls(generate, 3))
     return result
 
 
-def llama_config(**more: Any) -> Any:
-    """The same model for transformers."""
+def make_llama_config(**changes: Any) -> Any:
+    """Return the config of the same model for transformers."""
     from transformers import LlamaConfig
 
-    from vitrail.hub.families import FAMILIES
+    from vitrail.registry import FAMILIES
 
-    return LlamaConfig(**{**FAMILIES["llama"].write(CONFIG), **more})
+    return LlamaConfig(**{**FAMILIES["llama"].to_hf_config(CONFIG), **changes})
 
 
 @torch.no_grad()
-def theirs(prompt: torch.Tensor) -> dict[str, float]:
+def measure_transformers(prompt: torch.Tensor) -> dict[str, float]:
     from transformers import LlamaForCausalLM
 
-    config = llama_config(max_position_embeddings=4096, eos_token_id=None, pad_token_id=0)
+    config = make_llama_config(max_position_embeddings=4096, eos_token_id=None, pad_token_id=0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).bfloat16().eval()
 
-    def call() -> None:
+    def generate() -> None:
         new = {"max_new_tokens": NEW, "min_new_tokens": NEW}
         model.generate(prompt, **new, do_sample=False, cache_implementation="static")
 
-    call()
-    call()
-    return {"static_tokens_per_s": len(prompt) * NEW / seconds(call, 2)}
+    return {"static_tokens_per_s": len(prompt) * NEW / min(time_calls(generate, 2, warmup=2))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
     torch.manual_seed(0)
-    prompt = torch.randint(0, CONFIG.vocab, (1, PROMPT), device="cuda")
-    result = {"ours": ours(prompt)}
-    result["copy_bytes_per_s"] = bandwidth()
+    prompt = torch.randint(0, CONFIG.vocab_size, (1, PROMPT), device="cuda")
+    result = {"ours": measure_ours(prompt)}
+    result["copy_bytes_per_s"] = measure_bandwidth()
     result["floor_tokens_per_s"] = result["copy_bytes_per_s"] / result["ours"]["bytes"]
     print(json.dumps(result, indent=1), flush=True)
-    result["transformers"] = theirs(prompt)
+    result["transformers"] = measure_transformers(prompt)
     static = result["transformers"]["static_tokens_per_s"]
     result["speedup"] = {k: result["ours"][f"{k}_tokens_per_s"] / static for k in ("step", "generate")}
-    result["rows"] = rows() | {
-        "transformers_static_tokens_per_s": theirs(prompt.expand(ROWS, -1))["static_tokens_per_s"]
+    result["rows"] = measure_rows() | {
+        "transformers_static_tokens_per_s": measure_transformers(prompt.expand(ROWS, -1))["static_tokens_per_s"]
     }
     print(json.dumps(result["transformers"] | result["rows"], indent=1))
-    record(arguments.out, result, "vitrail.generate.captured", "vitrail.generate.text", "vitrail.nn.kernels.decode")
+    write_record(arguments.out, result, MEASURED)
 
 
 if __name__ == "__main__":

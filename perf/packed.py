@@ -1,51 +1,62 @@
-"""Training a vision-language model on packed rows against padded ones, in one run: useful tokens a second.
+"""Training a vision-language model on packed rows against padded rows: real tokens per second.
 
     python perf/packed.py --out results.json           # needs a CUDA device
     python perf/packed.py --out results.json --tiny    # the same script with a tiny model, on the CPU
 
-The lengths are The Cauldron's, as published (arXiv 2405.02246, table 14): for every data set with pictures, these, its
-pairs of question and answer, the tokens of its answers, and its share of the mixture's answer tokens. A sample is one
-picture with all its pairs, or with as many as a row holds; a question counts QUESTION tokens, which the table does not
-say. Within a data set only the mean is published and all samples have it, so that real lengths are spread wider and
-padded rows are emptier than here. PlotQA is left out: its row has less than half a token an answer.
+The lengths are those of The Cauldron (arXiv 2405.02246, table 14). For each dataset the table gives its images, its
+question–answer pairs, the tokens of its answers, and its share of the answer tokens of the mixture. A sample is one
+image with all its pairs, or with as many as fit into a row. A question has QUESTION_LENGTH tokens, because the table
+has no lengths of questions. All samples of a dataset have its mean length, so real lengths vary more, and real padded
+rows have more padding than here. PlotQA is left out: its row has less than half a token per answer.
 
-The model has SmolLM2-135M's shape behind SigLIP-B/16's at 256 px, frozen, four patches to a token. All sides take the
-same steps of the same 128 samples: bf16, fused AdamW, cross-entropy over answers, nothing compiled, since no two padded
-batches have one shape. Padded: a row a sample, 32 rows at a time with their gradients summed up, as long as the longest
-of these, causal attention without a mask. Grouped: the same, the samples of a step sorted by length before. Packed:
-rows of ROW tokens by best fit, all of a step at once. Pixels, ids and plans lie ready on the device, and every side
-takes all of its steps once before those that are timed. `full` is the share of a side's places that are no padding.
+The model has the shapes of SmolLM2-135M and of a frozen SigLIP-B/16 at 256 px, with four patches per token. All
+variants take the same steps of the same 128 samples: bf16, fused AdamW, cross-entropy over answers, without
+compilation, because shapes of padded batches vary.
+
+| variant | rows |
+|---|---|
+| `padded` | one sample a row, 32 rows at a time with accumulated gradients, padded to the longest of the 32, causal |
+| `grouped` | the same, with the samples of a step sorted by length |
+| `packed` | rows of ROW_LENGTH tokens packed by best fit, all rows of a step at once |
+
+Pixels, ids and plans are on the device before the first step. Every variant takes all its steps once as a warm-up.
+`full` is the fraction of positions that are not padding.
 """
 
-import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from record import record
+from record import make_parser, write_record
+from timing import CUDA, DEVICE, measure_seconds, read_peak_gib
 from torch import Tensor
 
 from vitrail.backbones.decoder import DecoderConfig
 from vitrail.connectors import MergerConfig
-from vitrail.encoders.presets import siglip
+from vitrail.encoders.presets import siglip_vit_config
 from vitrail.encoders.vit import ViTConfig
-from vitrail.generate.seen import rows as row_each
-from vitrail.models.vlm import VLM, Shown, VLMConfig
-from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, PlainConfig, Plan, RotaryConfig
-from vitrail.processing.resolution import Naive
-from vitrail.stream import Batch, Stream, build, merge, pack, words
-from vitrail.tasks.told import IGNORED, said_loss
+from vitrail.generate.vlm_generation import pad_streams
+from vitrail.models.vlm import VLM, VisionInputs, VLMConfig
+from vitrail.nn import AttentionConfig, AttentionPlan, BlockConfig, GatedMLPConfig, PlainMLPConfig, RotaryConfig
+from vitrail.processing.resolution_policies import NaivePolicy
+from vitrail.stream import PackedBatch, Part, Stream, build_stream, merge_features, pack_streams, text_part
+from vitrail.tasks.qa_tokens import IGNORE_INDEX, answer_loss
 
-CUDA = torch.cuda.is_available()
-QUESTION, ROW = 16, 2048
-MEASURED = ("vitrail.models.vlm", "vitrail.stream.pack", "vitrail.nn.attend", "vitrail.nn.plan", "vitrail.tasks.told")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+QUESTION_LENGTH, ROW_LENGTH = 16, 2048
+MEASURED = (
+    "vitrail.models.vlm",
+    "vitrail.stream.packing",
+    "vitrail.nn.attention_backends",
+    "vitrail.nn.attention_plans",
+    "vitrail.tasks.qa_tokens",
+)
 
-# data set: pictures, pairs, tokens of answers, share of the mixture's answer tokens in %
+# dataset: images, pairs, tokens of answers, share of the mixture's answer tokens in %
 CAULDRON = {
     "VQAv2": (82_772, 443_757, 1_595_929, 5.72), "COCO-QA": (46_287, 78_736, 286_982, 1.47),
     "Visual7W": (14_366, 69_817, 279_268, 1.43), "A-OKVQA": (16_539, 17_056, 236_492, 1.21),
@@ -74,186 +85,189 @@ CAULDRON = {
     "DaTikz": (47_974, 48_296, 59_556_252, 0.03),
 }  # fmt: skip
 
-
-Side = Literal["padded", "grouped", "packed"]
+Variant = Literal["padded", "grouped", "packed"]
 
 
 class Size(NamedTuple):
-    samples: int  # of a step
-    rows: int  # of samples that are padded, at a time
+    samples: int  # in a step
+    rows: int  # padded rows at a time
     steps: int
-    row: int
+    row_length: int  # of packed rows
     config: VLMConfig
 
 
-class Talk(NamedTuple):
-    """Tokens of one sample's words: so many turns, each a question and an answer."""
+class Conversation(NamedTuple):
+    """The text lengths of one sample."""
 
-    turns: int
-    answer: int
+    turns: int  # questions with answers
+    answer: int  # tokens of an answer
 
 
-def talks(count: int, most: int, seed: int = 0) -> list[Talk]:
-    """So many samples, drawn as the mixture would, none with more words than `most`."""
+def sample_conversations(count: int, max_tokens: int, seed: int = 0) -> list[Conversation]:
+    """Sample conversations of the mixture with at most `max_tokens` text tokens."""
     table = np.array(list(CAULDRON.values()))
-    pictures, _, tokens, share = table.T
-    chance = share / (tokens / pictures)  # shares are of tokens: a picture with many is drawn less often
-    chosen = np.random.default_rng(seed).choice(len(table), count, p=chance / chance.sum())
-    each = [Talk(round(p / n), max(1, round(t / p))) for n, p, t in table[:, :3]]
-    kept = [Talk(max(1, min(turns, most // (QUESTION + answer))), answer) for turns, answer in each]
-    return [kept[i]._replace(answer=min(kept[i].answer, most - QUESTION)) for i in chosen]
+    images, _, tokens, share = table.T
+    weights = share / (tokens / images)  # shares are of tokens, not of images
+    chosen = np.random.default_rng(seed).choice(len(table), count, p=weights / weights.sum())
+    means = [Conversation(round(p / n), max(1, round(t / p))) for n, p, t in table[:, :3]]
+    cut = [
+        Conversation(max(1, min(turns, max_tokens // (QUESTION_LENGTH + answer))), answer) for turns, answer in means
+    ]
+    return [cut[i]._replace(answer=min(cut[i].answer, max_tokens - QUESTION_LENGTH)) for i in chosen]
 
 
-def full() -> Size:
-    block = BlockConfig(576, AttentionConfig(9, kv_heads=3), GatedConfig(1536), norm="rms", eps=1e-5)
-    decoder = DecoderConfig(vocab=49_152, layers=30, block=block, rotary=RotaryConfig(64), tied=True)
-    return Size(128, 32, 16, ROW, _config(siglip("B", 16, 256), decoder))
+def make_full_size() -> Size:
+    block = BlockConfig(576, AttentionConfig(9, kv_heads=3), GatedMLPConfig(1536), norm="rms", eps=1e-5)
+    decoder = DecoderConfig(
+        vocab_size=49_152, layers=30, block=block, rotary=RotaryConfig(64), tie_word_embeddings=True
+    )
+    return Size(128, 32, 16, ROW_LENGTH, build_config(siglip_vit_config("B", 16, 256), decoder))
 
 
-def tiny() -> Size:
-    block = BlockConfig(32, AttentionConfig(2), GatedConfig(48), norm="rms")
-    decoder = DecoderConfig(vocab=64, layers=2, block=block, rotary=RotaryConfig(16), tied=True)
-    tower = ViTConfig(image=16, patch=4, layers=1, block=BlockConfig(16, AttentionConfig(2), PlainConfig(32)))
-    return Size(8, 4, 2, 512, _config(tower, decoder))
+def make_tiny_size() -> Size:
+    block = BlockConfig(32, AttentionConfig(2), GatedMLPConfig(48), norm="rms")
+    decoder = DecoderConfig(vocab_size=64, layers=2, block=block, rotary=RotaryConfig(16), tie_word_embeddings=True)
+    tower = ViTConfig(
+        image_size=16, patch_size=4, layers=1, block=BlockConfig(16, AttentionConfig(2), PlainMLPConfig(32))
+    )
+    return Size(8, 4, 2, 512, build_config(tower, decoder))
 
 
-def _config(tower: ViTConfig, decoder: DecoderConfig) -> VLMConfig:
-    connector = MergerConfig(reads=tower.block.width, gives=decoder.block.width, merge=2)
-    return VLMConfig(tower, connector, decoder, policy=Naive(size=tower.image, patch=tower.patch))
+def build_config(tower: ViTConfig, decoder: DecoderConfig) -> VLMConfig:
+    connector = MergerConfig(in_features=tower.block.width, out_features=decoder.block.width, merge=2)
+    return VLMConfig(
+        tower, connector, decoder, policy=NaivePolicy(image_size=tower.image_size, patch_size=tower.patch_size)
+    )
 
 
-class Part(NamedTuple):
-    """What goes through the model at once."""
+class MicroBatch(NamedTuple):
+    """The inputs of one forward pass."""
 
-    batch: Batch
-    plan: Plan
-    shown: Shown
+    batch: PackedBatch
+    plan: AttentionPlan
+    images: VisionInputs
 
 
 class Step(NamedTuple):
-    parts: list[Part]
+    micro_batches: list[MicroBatch]
 
     @property
     def lengths(self) -> list[int]:
-        return [length for part in self.parts for length in part.batch.lengths]
+        return [length for part in self.micro_batches for length in part.batch.lengths]
 
     @property
-    def places(self) -> int:
-        """Tokens, padding included."""
-        return sum(part.batch.ids.numel() for part in self.parts)
+    def num_positions(self) -> int:
+        """Tokens and padding."""
+        return sum(part.batch.ids.numel() for part in self.micro_batches)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(int((part.batch.targets != IGNORE_INDEX).sum()) for part in self.micro_batches)
 
 
-def steps(size: Size, device: str, side: Side) -> list[Step]:
-    """The same samples on every side."""
+def make_steps(size: Size, device: str, variant: Variant) -> list[Step]:
+    """Make the steps of a variant. All variants have the same samples."""
     config = size.config
-    cut = config.policy.cut(config.tower.image, config.tower.image)
-    soft, chance = config.tokens(cut), torch.Generator().manual_seed(1)
-    every = talks(size.samples * size.steps, size.row - soft)
-    found = []
-    for first in range(0, len(every), size.samples):
+    layout, generator = config.policy.layout(*[config.tower.image_size] * 2), torch.Generator().manual_seed(1)
+    conversations = sample_conversations(size.samples * size.steps, size.row_length - config.count_tokens(layout))
+
+    def make_text(length: int, loss_mask: bool = False) -> Part:
+        ids = torch.randint(1, config.decoder.vocab_size, (length,), generator=generator).tolist()
+        return text_part(ids, loss_mask=loss_mask)
+
+    steps = []
+    for first in range(0, len(conversations), size.samples):
         samples = []
-        for talk in every[first : first + size.samples]:
-            parts = [config.part(cut)]
-            for _ in range(talk.turns):
-                parts.append(words(_ids(QUESTION, config.decoder.vocab, chance)))
-                parts.append(words(_ids(talk.answer, config.decoder.vocab, chance), loss=True))
-            pixels = torch.randn(3, config.tower.image, config.tower.image, generator=chance)
-            samples.append((build(parts, config.rules), pixels))
-        if side == "grouped":
+        for conversation in conversations[first : first + size.samples]:
+            parts = [config.make_part(layout)]
+            for _ in range(conversation.turns):
+                parts += [make_text(QUESTION_LENGTH), make_text(conversation.answer, loss_mask=True)]
+            pixels = torch.randn(3, config.tower.image_size, config.tower.image_size, generator=generator)
+            samples.append((build_stream(parts, config.rules), pixels))
+        if variant == "grouped":
             samples.sort(key=lambda sample: len(sample[0]))
-        at_once = size.samples if side == "packed" else size.rows
+        at_once = size.samples if variant == "packed" else size.rows
         groups = [samples[i : i + at_once] for i in range(0, len(samples), at_once)]
-        found.append(Step([_part(*zip(*group, strict=True), size, side, device) for group in groups]))
-    return found
+        steps.append(Step([make_micro_batch(*zip(*group, strict=True), size, variant, device) for group in groups]))
+    return steps
 
 
-def _part(streams: Sequence[Stream], pixels: Sequence[Tensor], size: Size, side: Side, device: str) -> Part:
+def make_micro_batch(
+    streams: Sequence[Stream], pixels: Sequence[Tensor], size: Size, variant: Variant, device: str
+) -> MicroBatch:
     config = size.config
-    cut = config.policy.cut(config.tower.image, config.tower.image)
-    batch = pack(streams, size.row) if side == "packed" else row_each(streams)
-    plan = batch.plan() if side == "packed" else Plan(causal=True)
-    seen = torch.stack(list(pixels)).to(device, torch.bfloat16 if CUDA else torch.float32)
-    return Part(batch.to(device), plan.to(device), Shown(seen, (cut,) * len(streams)))
+    layout = config.policy.layout(config.tower.image_size, config.tower.image_size)
+    batch = pack_streams(streams, size.row_length) if variant == "packed" else pad_streams(streams)
+    plan = batch.attention_plan() if variant == "packed" else AttentionPlan(causal=True)
+    images = VisionInputs(torch.stack(list(pixels)).to(device, DTYPE), (layout,) * len(streams))
+    return MicroBatch(batch.to(device), plan.to(device), images)
 
 
-def _ids(count: int, vocab: int, chance: torch.Generator) -> list[int]:
-    return torch.randint(1, vocab, (count,), generator=chance).tolist()
-
-
-def losses_of(model: VLM, part: Part) -> Tensor:
-    """−log p of all answers, summed."""
+def compute_loss(model: VLM, micro_batch: MicroBatch) -> Tensor:
+    """Return the summed −log p of all answer tokens."""
+    batch, plan, images = micro_batch
     with torch.no_grad():
-        features = model.features(part.shown.pixels)
-    soft = model.connector(features, model.config.laid(part.shown.shapes[0].views[0].grid))
-    batch, decoder = part.batch, model.decoder
-    embeds = merge(decoder.embed(batch.ids), {"image": list(soft)}, batch)
-    hidden = decoder.hidden(embeds=embeds, positions=batch.positions[..., 0], plan=part.plan)
-    return said_loss(decoder, hidden, batch.targets, "sum", 0.0)
+        features = model.forward_features(images.pixels)
+    embeds = model.connector(features, model.config.feature_layout(images.layouts[0].views[0].grid))
+    embeds = merge_features(model.decoder.embed(batch.ids), {"image": list(embeds)}, batch)
+    hidden = model.decoder.forward_hidden(embeds=embeds, positions=batch.positions[..., 0], plan=plan)
+    return answer_loss(model.decoder, hidden, batch.targets, "sum", 0.0)
 
 
-def learnt(step: Step) -> int:
-    return sum(int((part.batch.targets != IGNORED).sum()) for part in step.parts)
-
-
-def measure(size: Size, side: Side, show: Callable[[str], object] = print) -> dict[str, float]:
-    device = "cuda" if CUDA else "cpu"
+def measure_variant(size: Size, variant: Variant) -> dict[str, float]:
     torch.manual_seed(0)
-    with torch.device(device):
-        model = VLM(size.config).to(torch.bfloat16 if CUDA else torch.float32)
+    with torch.device(DEVICE):
+        model = VLM(size.config).to(DTYPE)
     model.tower.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=CUDA)
-    every, times, losses = steps(size, device, side), [], []
-    counts = [learnt(step) for step in every]
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    for step, count in zip(every * 2, counts * 2, strict=True):  # the first pass over all is not counted
-        _wait()
-        start = time.perf_counter()
-        found = []
-        for part in step.parts:
-            loss = losses_of(model, part) / count
+    steps, losses = make_steps(size, DEVICE, variant), []
+    target_counts = [step.num_targets for step in steps]
+
+    def run_step(step: Step, num_targets: int) -> None:
+        total = torch.zeros((), device=DEVICE)
+        for micro_batch in step.micro_batches:
+            loss = compute_loss(model, micro_batch) / num_targets
             loss.backward()
-            found.append(loss.detach())
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        _wait()
-        times.append(time.perf_counter() - start)
-        losses.append(sum(loss.item() for loss in found))
-    timed, tokens = times[len(every) :], sum(sum(step.lengths) for step in every)
+        losses.append(total)
+
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    times = [
+        measure_seconds(partial(run_step, step, count))
+        for step, count in zip(steps * 2, target_counts * 2, strict=True)
+    ]
+    times, tokens = times[len(steps) :], sum(sum(step.lengths) for step in steps)  # without the warm-up
     figures = {
-        "tokens_per_s": tokens / sum(timed),
-        "full": tokens / sum(step.places for step in every),
+        "tokens_per_s": tokens / sum(times),
+        "full": tokens / sum(step.num_positions for step in steps),
         "tokens_a_sample": tokens / (size.samples * size.steps),
-        "longest": max(max(step.lengths) for step in every),
-        "ms": 1000 * statistics.median(timed),
-        "first_loss": losses[0],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
+        "longest": max(max(step.lengths) for step in steps),
+        "ms": 1000 * statistics.median(times),
+        "first_loss": losses[0].item(),
+        "peak_gib": read_peak_gib(),
     }
-    show(f"{side}: {json.dumps(figures)}")
+    print(f"{variant}: {json.dumps(figures)}")
     return figures
 
 
-def _wait() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
         parser.error("no CUDA device: --tiny runs on the CPU")
-    size, result = tiny() if arguments.tiny else full(), {}
-    for side in get_args(Side):
-        result[side] = measure(size, side)
-        record(arguments.out, result, *MEASURED)
+    size, result = make_tiny_size() if arguments.tiny else make_full_size(), {}
+    for variant in get_args(Variant):
+        result[variant] = measure_variant(size, variant)
+        write_record(arguments.out, result, MEASURED)
     for other in ("padded", "grouped"):
         speedup = result["packed"]["tokens_per_s"] / result[other]["tokens_per_s"]
         result[f"speedup_over_{other}"] = speedup
-        print(f"packed over {other}: {speedup:.2f} times the tokens a second")
-    record(arguments.out, result, *MEASURED)
+        print(f"packed over {other}: {speedup:.2f} times the tokens per second")
+    write_record(arguments.out, result, MEASURED)
 
 
 if __name__ == "__main__":

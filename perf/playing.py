@@ -1,67 +1,66 @@
-"""Frames a second of the worlds of recipes, as `vitrail play` draws them for one player on a CPU.
+"""Frames per second of small world models for one player on a CPU, as in `vitrail play`.
 
     python perf/playing.py --out results.json                     # both recipes
     python perf/playing.py --out results.json --recipe genie-pocket --threads 2
 
-Random weights, whose frames take as long; the memory is full; one thread unless told, as in `vitrail play`. A frame is
-so many passes over its codes, one more that takes it into the memory, and the codec's decoder. `floor` is the time of
-the matrix products alone at the rate of such products in the same run, and `times` how many floors a frame takes.
+Random weights, full context, and one thread by default, as in `vitrail play`. A frame takes 1 to 3 decoding passes over
+its codes, one pass that adds it to the cache, and the codec's decoder. `floor_ms` is the time of the matrix products
+alone, at their rate in the same run. `times` is the time of a frame over this lower bound.
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
-from unified import product_rate, seconds
+from record import make_parser, write_record
+from timing import measure_block_rate, median_seconds
 
 from vitrail import recipe
-from vitrail.generate.rollout import Rolling, Rollout
-from vitrail.generate.sampling import Sampling
-from vitrail.models.genie import Genie
+from vitrail.generate.rollout import Rollout, RolloutConfig
+from vitrail.generate.sampling import SamplingConfig
+from vitrail.models.genie_model import Genie
 from vitrail.nn import cost
 
 PASSES = (1, 2, 3)
-FRAMES = 10  # timed together
+FRAMES = 10  # of one timed call
 MEASURED = (
-    *(f"vitrail.generate.{name}" for name in ("masked", "rollout", "sampling")),
-    "vitrail.models.genie",
-    *(f"vitrail.nn.{name}" for name in ("attend", "attention", "block", "one_frame", "spacetime")),
+    *("vitrail.generate.masked_decoding", "vitrail.generate.rollout", "vitrail.generate.sampling"),
+    "vitrail.models.genie_model",
+    *("vitrail.nn.attention_backends", "vitrail.nn.attention", "vitrail.nn.block"),
+    *("vitrail.nn.single_frame", "vitrail.nn.spacetime_transformer"),
 )
 
 
 @torch.no_grad()
-def measured(model: Genie) -> dict[str, dict[str, float]]:
+def measure_frames(model: Genie) -> dict[str, dict[str, float]]:
     h, w = model.config.codec.grid
-    memory = model.config.dynamics.transformer.memory
-    rates = [product_rate(net.blocks[0], h * w) for net in (model.dynamics.transformer, model.codec.decoder)]
-    once = cost.flops(model, model.work(1, past=memory - 1)) / rates[0]
-    shown = cost.flops(model.codec.decoder, model.codec.decoder.work(1, past=memory - 1)) / rates[1]
-    found = {}
+    context = model.config.dynamics.transformer.context_frames
+    decoder = model.codec.decoder
+    rates = [measure_block_rate(net.blocks[0], h * w) for net in (model.dynamics.transformer, decoder)]
+    pass_s = cost.count_flops(model, model.workload(1, num_past_frames=context - 1)) / rates[0]
+    decoder_s = cost.count_flops(decoder, decoder.workload(1, past_frames=context - 1)) / rates[1]
+    figures = {}
     for passes in PASSES:
-        world = Rollout(model, Rolling(steps=passes, sampling=Sampling(temperature=0.5)))
-        world.start(torch.randint(0, 256, (1, 3, *model.codec.size), dtype=torch.uint8), seed=0)
-        for _ in range(memory):
-            world.step(torch.zeros(1, dtype=torch.long))
+        rollout = Rollout(model, RolloutConfig(steps=passes, sampling=SamplingConfig(temperature=0.5)))
+        rollout.start(torch.randint(0, 256, (1, 3, *model.codec.image_size), dtype=torch.uint8), seed=0)
+        for _ in range(context):
+            rollout.step(torch.zeros(1, dtype=torch.long))
 
-        def play(world: Rollout = world) -> None:
+        def generate_frames(rollout: Rollout = rollout) -> None:
             for action in range(FRAMES):
-                world.step(torch.tensor([action % model.actions]))
+                rollout.step(torch.tensor([action % model.num_actions]))
 
-        spent, floor = seconds(play, 5) / FRAMES, (passes + 1) * once + shown
-        found[f"{passes} passes"] = {
-            "fps": 1 / spent,
-            "ms": 1e3 * spent,
+        seconds, floor = median_seconds(generate_frames, 5) / FRAMES, (passes + 1) * pass_s + decoder_s
+        figures[f"{passes} passes"] = {
+            "fps": 1 / seconds,
+            "ms": 1e3 * seconds,
             "floor_ms": 1e3 * floor,
-            "times": spent / floor,
+            "times": seconds / floor,
         }
-    return found
+    return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--recipe", nargs="*", default=["genie-pocket", "genie-coinrun"])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -69,14 +68,14 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name in arguments.recipe:
         torch.manual_seed(0)
-        config: Any = recipe.read(name).model_config()
+        config: Any = recipe.load_recipe(name).build_model_config()
         model = Genie(config).eval()
         parts = {part: sum(p.numel() for p in getattr(model, part).parameters()) for part in ("codec", "dynamics")}
         grid = config.codec.grid
-        figures[name] = {"parameters": parts, "codes": grid[0] * grid[1], **measured(model)}
+        figures[name] = {"parameters": parts, "codes": grid[0] * grid[1], **measure_frames(model)}
         for key, row in figures[name].items():
             print(f"{name:24}{key:12}", row)
-    record(arguments.out, figures, *MEASURED)
+    write_record(arguments.out, figures, MEASURED)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Figures with their origin: what was measured, where, by which command, and the sources it measured.
+"""Write figures with their origin: date, command, commit, device, and hashes of the measured sources.
 
-python perf/record.py        # says which results measured code that has changed since
+python perf/record.py        # list the results whose measured sources have changed
 """
 
+import argparse
 import datetime
 import hashlib
 import json
@@ -19,36 +20,45 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "perf" / "results"
 
 
-def record(path: Path, figures: dict[str, Any], *measured: str) -> None:
-    """Write the figures as JSON, beside their origin; `measured` are the modules whose speed it was."""
+def make_parser(description: str | None, require_out: bool = True) -> argparse.ArgumentParser:
+    """Make a parser with the option --out."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=require_out, help="JSON file for the figures")
+    return parser
+
+
+def write_record(path: Path | None, figures: dict[str, Any], modules: tuple[str, ...]) -> None:
+    """Write figures and their origin as JSON. `modules` are the measured modules. Without a path, write nothing."""
+    if path is None:
+        return
     cuda = torch.cuda.is_available()
     origin = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", f"perf/{Path(sys.argv[0]).name}", *(Path(a).name for a in sys.argv[1:])]),
-        "commit": _commit(),
+        "commit": read_commit(),
         "device": torch.cuda.get_device_name()
         if cuda
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "sources": {name: _hash(ROOT / name) for name in (f"src/{m.replace('.', '/')}.py" for m in measured)},
+        "sources": {name: hash_file(ROOT / name) for name in (f"src/{m.replace('.', '/')}.py" for m in modules)},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"origin": origin, "figures": figures}, indent=1) + "\n")
 
 
-def stale() -> list[str]:
-    """A line for each result whose sources have changed."""
+def list_stale_results() -> list[str]:
+    """Return a line for each result whose measured sources have changed."""
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
         sources = json.loads(path.read_text())["origin"]["sources"]
-        changed = [name for name, digest in sources.items() if _hash(ROOT / name) != digest]
+        changed = [name for name, digest in sources.items() if hash_file(ROOT / name) != digest]
         if changed:
-            lines.append(f"{path.name}: measured before {', '.join(changed)} changed")
+            lines.append(f"{path.name}: {', '.join(changed)} changed since the measurement")
     return lines
 
 
-def _commit() -> str:
-    """The commit measured, "-dirty" where files differ; a machine without the history is told it by COMMIT."""
+def read_commit() -> str:
+    """Return the short hash of the commit, with "-dirty" if files differ. COMMIT in the environment replaces it."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
 
@@ -56,14 +66,14 @@ def _commit() -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "src", "perf/*.py")  # new files too, which `describe --dirty` ignores
+    changed = git("status", "--porcelain", "--", "src", "perf/*.py")  # includes new files, unlike `describe --dirty`
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "gone"
 
 
 if __name__ == "__main__":
     count = len(list(RESULTS.glob("*.json")))
-    print("\n".join(stale()) or f"all {count} results measured the code as it is")
+    print("\n".join(list_stale_results()) or f"the measured sources of all {count} results are unchanged")

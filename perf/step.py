@@ -1,23 +1,20 @@
-"""A step of a recipe's stage, as the trainer takes it: what it lasts, and what its kernels spend, by ways to attend.
+"""Time of a training step of a recipe's stage, and of its kernels, with different attention backends.
 
-    python perf/step.py mini sharpen --out results.json 'model.parts.codec={start="mini", part="codec"}'
+    python perf/step.py mini sharpen --out results.json 'model.parts.codec={checkpoint="mini", part="codec"}'
 
-    torch   as training does: torch's own kernels, with a dense mask where a plan needs one, without cuDNN's
-    cudnn   with cuDNN's among them, whose gradients are not numbers at times
+    torch   as in training: torch's attention without cuDNN, with a dense mask if the plan needs one
+    cudnn   with cuDNN's attention, whose gradients are sometimes NaN
     flex    block-sparse attention for short rows too
 
-Changes of the recipe are given as to `vitrail train`. Every way is built, compiled and warmed up anew, with the same
-samples. `ms` is the mean of TIMED steps, with the device waited for before the first and behind the last; `median` and
-`least` are of single steps by the host's clock, which runs ahead of the device. `fraction` is the share of a large
-product's rate on the same device that the trainer's log calls `mfu`.
-Kernels are those of PROFILED steps behind those that are timed: products, attention, and all others, among them what a
-compiler made of many small operations; and the LARGEST of them by name, each with its ms of a step.
+Changes to the recipe have the form of `vitrail train`. Each backend builds, compiles and warms up the model again, with
+the same samples. `ms` is the mean of TIMED steps, synchronized before the first and after the last. `median` and
+`least` are of single steps by the host's clock, which runs ahead of the device. `fraction` is the FLOP rate of a step
+over that of a large matrix product on the same device in the same run. `kernels` and `largest` are milliseconds a step
+from PROFILED further steps: sums of matrix products, attention and other kernels, and the LARGEST kernels by name.
 """
 
-import argparse
 import contextlib
 import gc
-import importlib
 import json
 import statistics
 import tempfile
@@ -27,163 +24,176 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import make_parser, write_record
+from timing import CUDA, measure_matrix_rate, read_peak_gib, synchronize
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail import recipe as recipes
-from vitrail.errors import ConfigError, nearest
-from vitrail.train import trainer
-from vitrail.train.schedule import Constant
+from vitrail.errors import ConfigError, suggest_name
+from vitrail.nn import attention_backends
+from vitrail.recipe import recipe_training
+from vitrail.training import trainer
+from vitrail.training.lr_schedule import ConstantSchedule
 
-CUDA = torch.cuda.is_available()
-attend: Any = importlib.import_module("vitrail.nn.attend")  # the module, whose function has its name
-WARM, TIMED, PROFILED = (30, 30, 3) if CUDA else (1, 2, 1)
+WARMUP, TIMED, PROFILED = (30, 30, 3) if CUDA else (1, 2, 1)
 LARGEST = 24
+BACKENDS = ["torch", "cudnn", "flex"]
 MEASURED = (
-    *("vitrail.train.trainer", "vitrail.train.ahead", "vitrail.nn.attend", "vitrail.nn.beside", "vitrail.nn.replay"),
-    *("vitrail.nn.rotary", "vitrail.nn.kernels.settled", "vitrail.data.talks", "vitrail.data.views"),
+    *(
+        "vitrail.training.trainer",
+        "vitrail.training.prefetch",
+        "vitrail.nn.attention_backends",
+        "vitrail.nn.parallel_streams",
+        "vitrail.nn.cuda_graphs",
+    ),
+    *("vitrail.nn.rotary_embedding", "vitrail.nn.kernels.materialize", "vitrail.data.qa", "vitrail.data.augmentation"),
 )
-FUSED = ("triton_poi", "triton_red", "triton_per")  # named after what they stand beside, too
-GROUPS = {  # of kernels, by what their names hold
+FUSED_PREFIXES = ("triton_poi", "triton_red", "triton_per")  # their names contain those of neighbouring operations
+KERNEL_GROUPS = {  # group → parts of kernel names
     "attention": ("flash", "fmha", "attention", "cudnn_generated"),
     "products": ("gemm", "cutlass", "nvjet", "cublas", "_mm"),
 }
 
 
-class Timed(trainer.Trainer):
-    """Steps as they follow one another, and nothing saved. The device is waited for before the first and behind the
-    last that count, and in between no more than the trainer does: samples of the next step are made beside this one."""
+class StepTimer(trainer.Trainer):
+    """Trainer that times and profiles steps, and saves nothing.
+
+    It synchronizes only before the first and after the last timed step, so that samples of the next step are still
+    generated in parallel.
+    """
 
     seconds: list[float]
     total: float
     kernels: dict[str, float]
     largest: dict[str, float]
 
-    def _save(self, saves: Path) -> None:
+    def train(self) -> torch.nn.Module:
+        self._peak_flops = measure_matrix_rate(self.device, getattr(torch, self.stage.dtype))  # for `mfu` in the log
+        return super().train()
+
+    def _save_checkpoint(self) -> None:
         pass
 
-    def _one_step(self, batches: Any, rate: float) -> dict[str, float]:
+    def _train_step(self, batches: Any) -> dict[str, float]:
         if self.step == 0:
-            Timed.seconds, Timed.kernels, Timed.largest = [], {}, {}
+            StepTimer.seconds, StepTimer.kernels, StepTimer.largest = [], {}, {}
             self.profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])])
-        if self.step == WARM + TIMED:
+        if self.step == WARMUP + TIMED:
             self.profiler.__enter__()
-        if self.step == WARM:
-            _wait()
-            Timed.total = -time.perf_counter()
+        if self.step == WARMUP:
+            synchronize()
+            StepTimer.total = -time.perf_counter()
         start = time.perf_counter()
-        found = super()._one_step(batches, rate)
-        if WARM <= self.step < WARM + TIMED:
-            Timed.seconds.append(time.perf_counter() - start)
-        if self.step == WARM + TIMED - 1:
-            _wait()
-            Timed.total += time.perf_counter()
-        if self.step == WARM + TIMED + PROFILED - 1:
+        metrics = super()._train_step(batches)
+        if WARMUP <= self.step < WARMUP + TIMED:
+            StepTimer.seconds.append(time.perf_counter() - start)
+        if self.step == WARMUP + TIMED - 1:
+            synchronize()
+            StepTimer.total += time.perf_counter()
+        if self.step == WARMUP + TIMED + PROFILED - 1:
             self.profiler.__exit__(None, None, None)
-            spent = on_device(self.profiler.key_averages())
-            Timed.kernels, Timed.largest = grouped(spent), dict(spent[:LARGEST])
-        return found
+            times = list_kernel_times(self.profiler.key_averages())
+            StepTimer.kernels, StepTimer.largest = group_kernel_times(times), dict(times[:LARGEST])
+        return metrics
 
 
-def on_device(events: Iterable[Any]) -> list[tuple[str, float]]:
-    """What a profile averaged → kernels and their ms of a step, the longest first. What ran on the device counts, and
-    not what launched it, to which the same time is given."""
-    found = [
+def list_kernel_times(events: Iterable[Any]) -> list[tuple[str, float]]:
+    """Return kernels and their milliseconds a step, longest first.
+
+    Events of the host that launched a kernel have the same device time, and are left out.
+    """
+    times = [
         (event.key, event.self_device_time_total / 1e3 / PROFILED)
         for event in events
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return sorted(found, key=lambda one: -one[1])
+    return sorted(times, key=lambda row: -row[1])
 
 
-def grouped(spent: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Kernels and their ms → ms by group"""
-    found = dict.fromkeys([*GROUPS, "others"], 0.0)
-    for name, ms in spent:
-        found[_group(name.lower())] += ms
-    return found
+def group_kernel_times(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sum the milliseconds of kernels by group."""
+    sums = dict.fromkeys([*KERNEL_GROUPS, "others"], 0.0)
+    for name, ms in times:
+        sums[find_kernel_group(name.lower())] += ms
+    return sums
 
 
-def _group(name: str) -> str:
-    if name.startswith(FUSED):
+def find_kernel_group(name: str) -> str:
+    if name.startswith(FUSED_PREFIXES):
         return "others"
-    return next((group for group, parts in GROUPS.items() if any(part in name for part in parts)), "others")
+    return next((group for group, parts in KERNEL_GROUPS.items() if any(part in name for part in parts)), "others")
 
 
 @contextlib.contextmanager
-def way(name: str) -> Iterator[None]:
-    """The trainer's kernels, for a while."""
-    sound, short = trainer.sound_gradients, attend.SHORT
+def use_attention_backend(name: str) -> Iterator[None]:
+    """Make the trainer use another attention backend within the block."""
+    without_cudnn, max_keys = trainer.disable_cudnn_attention, attention_backends.MAX_DENSE_MASK_KEYS
     if name == "cudnn":
-        trainer.sound_gradients = contextlib.nullcontext
+        trainer.disable_cudnn_attention = contextlib.nullcontext
     if name == "flex":
-        attend.SHORT = 64
+        attention_backends.MAX_DENSE_MASK_KEYS = 64
     try:
         yield
     finally:
-        trainer.sound_gradients, attend.SHORT = sound, short
+        trainer.disable_cudnn_attention, attention_backends.MAX_DENSE_MASK_KEYS = without_cudnn, max_keys
         torch.compiler.reset()
 
 
-def measure(chosen: recipes.Recipe, name: str) -> dict[str, Any]:
-    usual, recipes.Trainer = recipes.Trainer, Timed
+def measure_step(selected: recipes.Recipe, backend: str) -> dict[str, Any]:
+    """Train a recipe of one stage with an attention backend."""
+    trainer_class, recipe_training.Trainer = recipe_training.Trainer, StepTimer
     try:
-        with way(name), tempfile.TemporaryDirectory() as folder:
-            gc.collect()  # the way before
+        with use_attention_backend(backend), tempfile.TemporaryDirectory() as folder:
+            gc.collect()  # the model of the previous backend
             if CUDA:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            recipes.train(chosen, Path(folder), quiet=True)
-            log = (Path(folder) / chosen.stages[0].name / "log.jsonl").read_text().splitlines()
+            recipes.train_recipe(selected, Path(folder), quiet=True)
+            log = (Path(folder) / selected.stages[0].name / "log.jsonl").read_text().splitlines()
     finally:
-        recipes.Trainer = usual
+        recipe_training.Trainer = trainer_class
     rows = [json.loads(line) for line in log]
     return {
-        "ms": 1e3 * Timed.total / TIMED,
-        "median": 1e3 * statistics.median(Timed.seconds),
-        "least": 1e3 * min(Timed.seconds),
-        "fraction": statistics.median(row["mfu"] for row in rows if WARM < row["step"] <= WARM + TIMED),
-        "kernels": Timed.kernels,
-        "largest": Timed.largest,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,
+        "ms": 1e3 * StepTimer.total / TIMED,
+        "median": 1e3 * statistics.median(StepTimer.seconds),
+        "least": 1e3 * min(StepTimer.seconds),
+        "fraction": statistics.median(row["mfu"] for row in rows if WARMUP < row["step"] <= WARMUP + TIMED),
+        "kernels": StepTimer.kernels,
+        "largest": StepTimer.largest,
+        "peak_gib": read_peak_gib() if CUDA else None,
         "loss": rows[-1]["loss"],
     }
 
 
-def short(chosen: recipes.Recipe, name: str) -> recipes.Recipe:
-    """One stage of it, as long as it takes to be measured, and its sources."""
-    stages = {stage.name: stage for stage in chosen.stages}
+def select_stage(loaded: recipes.Recipe, name: str) -> recipes.Recipe:
+    """Return a recipe of one stage and its sources, with as many steps as are measured."""
+    stages = {stage.name: stage for stage in loaded.stages}
     if name not in stages:
-        raise ConfigError(f"recipe {chosen.name!r} has no stage {name!r}", nearest(name, stages))
+        raise ConfigError(f"recipe {loaded.name!r} has no stage {name!r}", suggest_name(name, stages))
     stage = stages[name]
-    steps = WARM + TIMED + PROFILED
-    stage = stage.with_(steps=steps, save_every=steps, judge=(), judge_every=0, schedule=Constant())
-    sources = {key: one for key, one in chosen.sources.items() if key in stage.mixture.weights}
-    return chosen.with_(stages=(stage,), sources=sources)
-
-
-def _wait() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
+    steps = WARMUP + TIMED + PROFILED
+    stage = stage.replace(steps=steps, save_every=steps, validate=(), validate_every=0, schedule=ConstantSchedule())
+    sources = {key: source for key, source in loaded.sources.items() if key in stage.mixture.weights}
+    return loaded.replace(stages=(stage,), sources=sources)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("stage")
     parser.add_argument("changes", nargs="*", help="KEY=VALUE")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ways", nargs="+", choices=["torch", "cudnn", "flex"], default=["torch", "cudnn", "flex"])
-    asked = parser.parse_intermixed_args()
-    if wrong := [change for change in asked.changes if "=" not in change]:
-        parser.error(f"{wrong[0]!r} is no KEY=VALUE")
-    chosen = short(recipes.read(asked.recipe, dict(change.split("=", 1) for change in asked.changes)), asked.stage)
-    found = {}
-    for name in asked.ways:
-        found[name] = measure(chosen, name)
-        print(name, json.dumps(found[name]), flush=True)
-        record(asked.out, found, *MEASURED)
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="attention backends")
+    arguments = parser.parse_intermixed_args()
+    if malformed := [change for change in arguments.changes if "=" not in change]:
+        parser.error(f"{malformed[0]!r} is not KEY=VALUE")
+    changes = dict(change.split("=", 1) for change in arguments.changes)
+    selected = select_stage(recipes.load_recipe(arguments.recipe, changes), arguments.stage)
+    figures = {}
+    for backend in arguments.backends:
+        figures[backend] = measure_step(selected, backend)
+        print(backend, json.dumps(figures[backend]), flush=True)
+        write_record(arguments.out, figures, MEASURED)
 
 
 if __name__ == "__main__":

@@ -1,72 +1,55 @@
-"""SigLIP-B/16 at 256², batch 512, bf16, forward: our tower against transformers', both compiled, in one run.
+"""Forward pass of SigLIP-B/16 at 256², batch size 512, bf16: our tower against transformers', both compiled.
 
     python perf/vit.py --out results.json           # needs a CUDA device
 
-Both go from pixels to the pooled vector with the same random weights. Floor: the tower's matrix operations at 790
-TFLOP/s.
+Both map pixels to the pooled vector with the same random weights. Lower bound: the tower's matrix products at the
+matrix rate of an H200.
 """
 
-import argparse
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from record import record
+from record import make_parser, write_record
+from timing import H200_MATRIX_RATE, median_seconds, relative_difference
 
 from vitrail.hub import from_hf
 from vitrail.nn import cost
 
-BATCH, RATE = 512, 790e12
-
-
-def rate(call: Callable[[], object]) -> float:
-    """Pictures a second, by the median of 15."""
-    times = []
-    for i in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        if i >= 5:
-            times.append(time.perf_counter() - start)
-    return BATCH / statistics.median(times)
+BATCH = 512
+MEASURED = ("vitrail.encoders.vit", "vitrail.nn.block", "vitrail.nn.attention", "vitrail.nn.mlp")
 
 
 @torch.no_grad()
 def main() -> None:
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
     torch.manual_seed(0)
     config = SiglipVisionConfig(image_size=256)  # the defaults are B/16
-    theirs = SiglipVisionModel(config).bfloat16().eval()
+    reference = SiglipVisionModel(config).bfloat16().eval()
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        ours = from_hf(folder, device="cuda")
-    theirs = theirs.cuda()
+        reference.save_pretrained(folder)
+        tower = from_hf(folder, device="cuda")
+    reference = reference.cuda()
     pixels = torch.randn(BATCH, 3, 256, 256, device="cuda", dtype=torch.bfloat16)
-    reference, mine = theirs(pixels).pooler_output.float(), ours.pool(pixels).float()
     result = {
-        "difference": ((mine - reference).abs().max() / reference.abs().max()).item(),
-        "floor_per_s": BATCH * RATE / cost.flops(ours, ours.work(BATCH)),
+        "difference": relative_difference(
+            tower.forward_pooled(pixels).float(), reference(pixels).pooler_output.float()
+        ),
+        "floor_per_s": BATCH * H200_MATRIX_RATE / cost.count_flops(tower, tower.workload(BATCH)),
     }
-    compiled, peer = torch.compile(ours.pool), torch.compile(theirs)
+    compiled, compiled_reference = torch.compile(tower.forward_pooled), torch.compile(reference)
     for name, call in (
         ("ours", lambda: compiled(pixels)),
-        ("transformers", lambda: peer(pixels)),
-        ("ours_eager", lambda: ours.pool(pixels)),
-        ("transformers_eager", lambda: theirs(pixels)),
+        ("transformers", lambda: compiled_reference(pixels)),
+        ("ours_eager", lambda: tower.forward_pooled(pixels)),
+        ("transformers_eager", lambda: reference(pixels)),
     ):
-        result[name] = rate(call)
+        result[name] = BATCH / median_seconds(call, 15, warmup=5)
     result["ratio"] = result["ours"] / result["transformers"]
     print(json.dumps(result, indent=1))
-    record(arguments.out, result, "vitrail.encoders.vit", "vitrail.nn.block", "vitrail.nn.attention", "vitrail.nn.mlp")
+    write_record(arguments.out, result, MEASURED)
 
 
 if __name__ == "__main__":

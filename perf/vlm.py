@@ -1,65 +1,63 @@
-"""Talking to a vision-language model, one prompt at a time: a picture of 640 × 480 among 64 words, then 256 new ones.
+"""Generation by a vision-language model: a prompt of a 640 × 480 image in 64 text tokens, and 256 new tokens.
 
     python perf/vlm.py --out results.json           # needs a CUDA device
     python perf/vlm.py --out results.json --tiny    # the same script with tiny models, on the CPU
-    python perf/vlm.py --out results.json --only qwen3_vl --peers 480 --way 160    # time for transformers to compile
+    python perf/vlm.py --out results.json --only qwen3_vl --total-seconds 480 --variant-seconds 160
 
-Qwen3-VL-2B's shape and LLaVA-1.5-7B's, against transformers' best and what the device allows: for the first token each
-part's products at 790 TFLOP/s or its bytes at the copy bandwidth of the same run, whichever takes longer; for
-every other token the weights read once. bf16, greedy, batch 1; both sides have the same random weights, in memory, and
-pixels and ids lie ready. `first` is a call that writes one token, `decode` what each of 256 more takes, on either side
-by its own `generate`; a bare forward pass counts as transformers' first token too. `step` is our captured step alone.
-Figures are written as they come, so that what was measured stays when the script is stopped.
+The models have the shapes of Qwen3-VL-2B and LLaVA-1.5-7B. References: the fastest variant of transformers, and a lower
+bound. For the first token, the bound of each component is its products at the matrix rate of an H200 or its bytes at
+the copy bandwidth of the same run, whichever takes longer. For further tokens it is the weights read once. bf16,
+greedy, batch size 1, the same random weights on both sides, with pixels and ids on the device.
+
+`first` is a call of `generate` for one token, `decode` the time of each of 256 further tokens. For transformers, a bare
+forward pass also counts as the first token. `step` is our CUDA graph step alone. Figures are written after each
+measurement, so an interrupted run keeps them.
 """
 
-import argparse
 import gc
 import inspect
 import json
-import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from record import record
+from record import make_parser, write_record
+from timing import CUDA, DEVICE, H200_MATRIX_RATE, describe_error, limit_time, measure_bandwidth, median_ms
 
 from vitrail.generate import GREEDY
-from vitrail.generate.captured import CapturedStep, capturable
-from vitrail.generate.seen import Seeing, write
-from vitrail.hub.families import FAMILIES
-from vitrail.models.vlm import VLM, Shown
-from vitrail.nn import Work, cost
-from vitrail.stream import Stream, build, words
+from vitrail.generate.cuda_graph_decode import CUDAGraphDecodeStep, can_capture
+from vitrail.generate.vlm_generation import VLMStepper, generate_from_streams
+from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.nn import RotaryEmbedding, Workload, cost
+from vitrail.registry import FAMILIES
+from vitrail.stream import Stream, build_stream, text_part
 
-RATE = 790e12
-SIDE = {"model", "language_model", "vision_model"}  # what files and modules of transformers name differently
-CUDA = torch.cuda.is_available()
-LOGITS = 0.02 if CUDA else 1e-4  # what may differ, relative; or thrice what two ways of transformers do
-
-
+OPTIONAL_PREFIXES = {"model", "language_model", "vision_model"}  # in names of files or of modules only
+TOLERANCE = 0.02 if CUDA else 1e-4  # relative difference of logits; or 3 times that of two transformers backends
 MEASURED = (
-    *(f"vitrail.generate.{name}" for name in ("captured", "prefill", "seen", "text")),
-    "vitrail.nn.kernels.decode",
+    "vitrail.generate.cuda_graph_decode",
+    "vitrail.generate.cuda_graph_prefill",
+    "vitrail.generate.vlm_generation",
+    "vitrail.generate.text_generation",
+    "vitrail.nn.kernels.decode_kernels",
 )
 
 
 class Size(NamedTuple):
-    picture: tuple[int, int]  # width and height
-    words: int
-    new: int
-    peers_s: float  # for all of transformers' ways of one model
-    way_s: float  # and for one of them
+    image: tuple[int, int]  # width and height
+    text_tokens: int
+    new_tokens: int
+    total_s: float  # time limit of all transformers variants of a model
+    variant_s: float  # time limit of one variant
 
 
-FULL, TINY = Size((640, 480), 64, 256, 80, 40), Size((64, 48), 8, 4, 8, 3)
+FULL_SIZE, TINY_SIZE = Size((640, 480), 64, 256, 80, 40), Size((64, 48), 8, 4, 8, 3)
 
 
-def qwen3_vl(tiny: bool) -> Any:
+def make_qwen3_vl_config(tiny: bool) -> Any:
     from transformers import Qwen3VLConfig
 
     text = {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
@@ -77,7 +75,7 @@ def qwen3_vl(tiny: bool) -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
 
 
-def llava(tiny: bool) -> Any:
+def make_llava_config(tiny: bool) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -93,216 +91,178 @@ def llava(tiny: bool) -> Any:
     )
 
 
-# ---- one model on both sides ------------------------------------------------------------------------------------
+CONFIGS = {"llava": make_llava_config, "qwen3_vl": make_qwen3_vl_config}
+
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
+class ModelPair(NamedTuple):
+    """Our model and transformers' with shared weights, and the inputs of both."""
+
     ours: VLM
-    theirs: Any
+    reference: Any
     stream: Stream
-    shown: Shown
-    inputs: dict[str, torch.Tensor]  # of transformers
+    images: VisionInputs
+    reference_inputs: dict[str, torch.Tensor]
 
 
-def shared(family: str, theirs: torch.nn.Module) -> VLM:
-    """Our model, made of their tensors."""
+def share_weights(family: str, reference: torch.nn.Module) -> VLM:
+    """Build our model from the tensors of transformers' model."""
     row = FAMILIES[family]
-    config = row.read(theirs.config.to_dict())
-    state, ours = {_bare(name): tensor for name, tensor in theirs.state_dict().items()}, {}
-    for move in row.moves(config):
-        ours |= zip(move.ours, move.pull([state[_bare(name)] for name in move.theirs]), strict=True)
+    config = row.from_hf_config(reference.config.to_dict())
+    tensors = {strip_prefixes(name): tensor for name, tensor in reference.state_dict().items()}
+    state: dict[str, torch.Tensor] = {}
+    for rule in row.tensor_rules(config):
+        state |= zip(rule.native, rule.load([tensors[strip_prefixes(name)] for name in rule.hf]), strict=True)
     with torch.device("meta"):
         model = VLM(config)
-    model.load_state_dict(ours, assign=True)
+    model.load_state_dict(state, assign=True)
     for module in model.modules():
-        if hasattr(module, "fill"):
-            module.fill(next(iter(ours.values())).device)  # rotary frequencies, which no file holds
+        if isinstance(module, RotaryEmbedding):
+            module.reset_frequencies(next(iter(state.values())).device)  # not in the state dict
     return model.eval()
 
 
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in SIDE)
+def strip_prefixes(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in OPTIONAL_PREFIXES)
 
 
-def pair(family: str, config: Any, size: Size) -> Pair:
+def build_pair(family: str, config: Any, size: Size) -> ModelPair:
     import transformers
 
-    kind = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}[family]
+    class_name = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "llava": "LlavaForConditionalGeneration"}[family]
     torch.manual_seed(0)
-    with torch.device("cuda" if CUDA else "cpu"):
-        theirs = getattr(transformers, kind)._from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
-    theirs.eval().requires_grad_(False)
-    theirs.generation_config.eos_token_id = None
-    theirs.generation_config.pad_token_id = 0
-    ours = shared(family, theirs)
-    noise = torch.randint(0, 256, (*size.picture[::-1], 3), dtype=torch.uint8)
-    shown = ours.prepare([Image.fromarray(noise.numpy())])
-    ids = torch.randint(5, 30_000, (size.words,)).tolist()
-    half = size.words // 2
-    if "vision_start" in ours.config.marks:
-        ids[half - 1], ids[half] = ours.config.marks["vision_start"], ours.config.marks["vision_end"]
-    parts = [words(ids[:half]), ours.config.part(shown.shapes[0]), words(ids[half:])]
-    stream = build(parts, ours.config.rules)
-    device = shown.pixels.device
-    inputs = {"input_ids": stream.ids[None].to(device), "pixel_values": shown.pixels}
+    with torch.device(DEVICE):
+        dtype = torch.bfloat16 if CUDA else torch.float32
+        reference = getattr(transformers, class_name)._from_config(config, dtype=dtype)
+    reference.eval().requires_grad_(False)
+    reference.generation_config.eos_token_id = None
+    reference.generation_config.pad_token_id = 0
+    ours = share_weights(family, reference)
+    noise = torch.randint(0, 256, (*size.image[::-1], 3), dtype=torch.uint8)
+    images = ours.prepare_images([Image.fromarray(noise.numpy())])
+    ids, half = torch.randint(5, 30_000, (size.text_tokens,)).tolist(), size.text_tokens // 2
+    token_ids = ours.config.vision_token_ids
+    if "vision_start" in token_ids:
+        ids[half - 1], ids[half] = token_ids["vision_start"], token_ids["vision_end"]
+    parts = [text_part(ids[:half]), ours.config.make_part(images.layouts[0]), text_part(ids[half:])]
+    stream = build_stream(parts, ours.config.rules)
+    device = images.pixels.device
+    inputs = {"input_ids": stream.ids[None].to(device), "pixel_values": images.pixels}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if family == "qwen3_vl":
-        inputs["image_grid_thw"] = torch.tensor([[g.t, g.h, g.w] for g in shown.shapes], device=device)
-        if "mm_token_type_ids" in inspect.signature(type(theirs).forward).parameters:
+        inputs["image_grid_thw"] = torch.tensor([[g.t, g.h, g.w] for g in images.layouts], device=device)
+        if "mm_token_type_ids" in inspect.signature(type(reference).forward).parameters:
             inputs["mm_token_type_ids"] = (stream.kinds == 1).long()[None].to(device)
-    return Pair(ours, theirs, stream, shown, inputs)
+    return ModelPair(ours, reference, stream, images, inputs)
 
 
-# ---- time -------------------------------------------------------------------------------------------------------
+def measure_generation(generate: Callable[[int], object], num_tokens: int, repeats: int = 2) -> dict[str, float]:
+    """Time the first token, and each of `num_tokens` further tokens."""
+    first = median_ms(lambda: generate(1), 7)
+    total = median_ms(lambda: generate(1 + num_tokens), repeats, warmup=0)
+    return {"first_ms": first, "decode_ms": (total - first) / num_tokens}
 
 
-def wait() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
+# ---- our model ------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 7, rehearsed: int = 1) -> float:
-    """The median, after so many calls that are not counted."""
-    times = []
-    for _ in range(rehearsed + repeats):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times[rehearsed:])
-
-
-def bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
-    a = torch.empty(2**31 if CUDA else 2**24, dtype=torch.uint8, device="cuda" if CUDA else "cpu")
-    b = torch.empty_like(a)
-    return 20_000 * a.numel() / milliseconds(lambda: [b.copy_(a) for _ in range(10)])
-
-
-class TooLongError(Exception):
-    pass
-
-
-@contextmanager
-def limit(seconds: float) -> Iterator[None]:
-    late = False
-
-    def stop(*_: object) -> None:
-        nonlocal late
-        late = True
-        raise TooLongError(f"over {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 5)  # again and again: it may be swallowed where it strikes
-    try:
-        yield
-    except Exception as error:
-        if late:  # a compiler that is stopped says that it failed
-            raise TooLongError(f"over {seconds:.0f} s") from error
-        raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def talked(write_tokens: Callable[[int], object], new: int, repeats: int = 2) -> dict[str, float]:
-    first = milliseconds(lambda: write_tokens(1))
-    whole = milliseconds(lambda: write_tokens(1 + new), repeats, rehearsed=0)
-    return {"first_ms": first, "decode_ms": (whole - first) / new}
-
-
-# ---- ours -------------------------------------------------------------------------------------------------------
-
-
-def ours(it: Pair, new: int) -> dict[str, Any]:
-    """As it comes, and compiled first; the step alone where there is one."""
+def measure_ours(pair: ModelPair, num_tokens: int) -> dict[str, Any]:
+    """Measure generation with CUDA graphs and with a compiled prefill, and the CUDA graph step alone."""
     result: dict[str, Any] = {}
-    capacity = len(it.stream) + new + 8
+    capacity = len(pair.stream) + num_tokens + 8
     for name in ("captured", "compiled"):
 
-        def write_tokens(count: int, compiled: bool = name == "compiled") -> None:
-            write(it.ours, [it.stream], it.shown, max_new=count, sampling=GREEDY, compiled=compiled)
+        def generate(count: int, compiled: bool = name == "compiled") -> None:
+            generate_from_streams(
+                pair.ours, [pair.stream], pair.images, max_new_tokens=count, sampling=GREEDY, compiled=compiled
+            )
 
         try:
-            with limit(60):
-                write_tokens(1 + new)
-                write_tokens(1 + new)  # the second prompt of a kind makes its graph
-                result[name] = talked(write_tokens, new)
-        except Exception as error:  # the other figures stand without it
-            result[name] = told(error)
-        show(f"ours, {name}", result[name])
-    if capturable(it.ours.decoder, 1, capacity):
-        result["step_ms"] = step(it, new, capacity)
+            with limit_time(60):
+                generate(1 + num_tokens)
+                generate(1 + num_tokens)  # the second prompt of a shape captures its graph
+                result[name] = measure_generation(generate, num_tokens)
+        except Exception as error:  # the other figures are kept
+            result[name] = describe_error(error)
+        print_figures(f"ours, {name}", result[name])
+    if can_capture(pair.ours.decoder, 1, capacity):
+        result["step_ms"] = measure_step(pair, num_tokens, capacity)
     return result
 
 
-def step(it: Pair, new: int, capacity: int) -> float:
-    plain = Seeing(it.ours, [it.stream], it.shown, None)
-    plain.cache = it.ours.decoder.cache(1, capacity)
-    first = plain.prefill(torch.empty(0), torch.tensor([len(it.stream)])).argmax(-1)
-    captured = CapturedStep(it.ours.decoder, plain.cache, greedy=True)
-    captured.stand([int(plain.next) - len(it.stream)])
-    captured(first)
-    start, filled = plain.cache.lengths.clone(), plain.cache.filled
+def measure_step(pair: ModelPair, num_tokens: int, capacity: int) -> float:
+    stepper = VLMStepper(pair.ours, [pair.stream], pair.images, None)
+    cache = stepper.cache = pair.ours.decoder.make_cache(1, capacity)
+    first = stepper.prefill(torch.empty(0), torch.tensor([len(pair.stream)])).argmax(-1)
+    step = CUDAGraphDecodeStep(pair.ours.decoder, cache, greedy=True)
+    step.set_position_shift([int(stepper.next_position) - len(pair.stream)])
+    step(first)
+    lengths, max_row_length = cache.lengths.clone(), cache.max_row_length
 
-    def follow() -> None:
-        plain.cache.lengths, plain.cache.filled = start.clone(), filled
-        captured.follow(new)
+    def generate() -> None:
+        cache.lengths, cache.max_row_length = lengths.clone(), max_row_length
+        step.generate_greedy(num_tokens)
 
-    return milliseconds(follow, 3) / new
-
-
-# ---- theirs -----------------------------------------------------------------------------------------------------
+    return median_ms(generate, 3) / num_tokens
 
 
-def theirs(it: Pair, size: Size, ways: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, float] | str]]:
-    """Each way in a time of its own; one that fails is told, and costs nothing else."""
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+
+def measure_variants(
+    pair: ModelPair, size: Size, variants: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, dict[str, float] | str]]:
+    """Measure each variant within its time limit. A variant that fails yields its error."""
     start = time.perf_counter()
-    for name, way in ways.items():
-        left = min(size.way_s, start + size.peers_s - (begun := time.perf_counter()))
+    for name, options in variants.items():
+        left = min(size.variant_s, start + size.total_s - (variant_start := time.perf_counter()))
         if left < 1:
             yield name, "no time was left"
             continue
         try:
-            with limit(left):
-                found: dict[str, float] | str = _way(it, size.new, **way)
-        except Exception as error:  # whatever it is, the next way may work
-            found = told(error)
+            with limit_time(left):
+                figures: dict[str, float] | str = measure_variant(pair, size.new_tokens, **options)
+        except Exception as error:  # the next variant may work
+            figures = describe_error(error)
         finally:
             torch._dynamo.reset()
-        show(f"transformers, {name}, {time.perf_counter() - begun:.0f} s", found)
-        yield name, found
+        print_figures(f"transformers, {name}, {time.perf_counter() - variant_start:.0f} s", figures)
+        yield name, figures
 
 
-def _way(
-    it: Pair, new: int, attention: str = "sdpa", compiled: dict[str, Any] | None = None, **generation: Any
+def measure_variant(
+    pair: ModelPair,
+    num_tokens: int,
+    attention: str = "sdpa",
+    compiled: dict[str, Any] | None = None,
+    **generation: Any,
 ) -> dict[str, float]:
-    model = it.theirs
+    model, inputs = pair.reference, pair.reference_inputs
     model.set_attn_implementation(attention)
-    if compiled is not None:  # the prompt alone, and no cache to fill: `generate` compiles its own steps
-        with _compiled(model, **compiled) as forward:
-            return {"first_ms": milliseconds(lambda: forward(**it.inputs, logits_to_keep=1, use_cache=False).logits)}
+    if compiled is not None:  # only the prompt, without a cache: `generate` compiles its own steps
+        with compile_model(model, **compiled) as forward:
+            return {"first_ms": median_ms(lambda: forward(**inputs, logits_to_keep=1, use_cache=False).logits, 7)}
 
-    def write_tokens(count: int) -> None:
-        model.generate(**it.inputs, min_new_tokens=count, max_new_tokens=count, do_sample=False, **generation)
+    def generate(count: int) -> None:
+        model.generate(**inputs, min_new_tokens=count, max_new_tokens=count, do_sample=False, **generation)
 
-    if generation:  # a static cache, with which it compiles the step
-        write_tokens(1 + new)
-        return talked(write_tokens, new)
-    bare = milliseconds(lambda: model(**it.inputs, logits_to_keep=1).logits)
-    return {"forward_ms": bare, **talked(write_tokens, new, repeats=1)}
+    if generation:  # a static cache, with which `generate` compiles the step
+        generate(1 + num_tokens)
+        return measure_generation(generate, num_tokens)
+    forward_ms = median_ms(lambda: model(**inputs, logits_to_keep=1).logits, 7)
+    return {"forward_ms": forward_ms, **measure_generation(generate, num_tokens, repeats=1)}
 
 
 @contextmanager
-def _compiled(model: Any, whole: bool, **how: Any) -> Iterator[Callable[..., Any]]:
-    """A model whose forward pass, or whose blocks, each by itself, are compiled for a while."""
+def compile_model(model: Any, whole: bool, **options: Any) -> Iterator[Callable[..., Any]]:
+    """Compile the forward pass of a model, or each of its blocks, within the block."""
     if whole:
-        yield torch.compile(model.forward, **how)
+        yield torch.compile(model.forward, **options)
         return
     blocks = [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "EncoderLayer", "VisionBlock"))]
     for block in blocks:
-        block.compile(**how)
+        block.compile(**options)
     try:
         yield model
     finally:
@@ -310,7 +270,7 @@ def _compiled(model: Any, whole: bool, **how: Any) -> Iterator[Callable[..., Any
             block._compiled_call_impl = None
 
 
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "sdpa": {},
     "static cache": {"cache_implementation": "static"},
     "eager": {"attention": "eager"},
@@ -320,113 +280,118 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-# ---- the rows ---------------------------------------------------------------------------------------------------
+# ---- figures of a model ---------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def difference(it: Pair) -> dict[str, float]:
-    """Of the first token's logits, relative to transformers': ours, and its own by another attention."""
-    steps = Seeing(it.ours, [it.stream], it.shown, None)
-    mine = steps.prefill(torch.empty(0), torch.tensor([len(it.stream)]))
-    found = {}
+def compare_logits(pair: ModelPair) -> dict[str, float]:
+    """Return relative differences of the first token's logits to transformers': of ours, and of its eager attention."""
+    stepper = VLMStepper(pair.ours, [pair.stream], pair.images, None)
+    ours = stepper.prefill(torch.empty(0), torch.tensor([len(pair.stream)]))
+    logits = {}
     for attention in ("eager", "sdpa"):
-        it.theirs.set_attn_implementation(attention)
-        found[attention] = it.theirs(**it.inputs, logits_to_keep=1).logits[:, -1].float()
-    scale = found["sdpa"].norm()
-    others = {"ours": mine.float(), "transformers": found["eager"]}
-    return {name: ((logits - found["sdpa"]).norm() / scale).item() for name, logits in others.items()}
+        pair.reference.set_attn_implementation(attention)
+        logits[attention] = pair.reference(**pair.reference_inputs, logits_to_keep=1).logits[:, -1].float()
+    scale = logits["sdpa"].norm()
+    others = {"ours": ours.float(), "transformers": logits["eager"]}
+    return {name: ((other - logits["sdpa"]).norm() / scale).item() for name, other in others.items()}
 
 
-def floors(it: Pair, size: Size, copy: float) -> dict[str, float]:
-    """Milliseconds that a first token and another need at least."""
-    width, height = size.picture
-    legs = it.ours.legs(it.ours.work([(height, width)], size.words))
-    times = {name: 1000 * max(leg.flops / RATE, leg.bytes.read / copy) for name, leg in legs.items()}
-    read = cost.bytes(it.ours.decoder, Work.decode(len(it.stream) + size.new // 2)).read
-    return {"first_ms": sum(times.values()), "decode_ms": 1000 * read / copy, **times}
+def compute_floors(pair: ModelPair, size: Size, bandwidth: float) -> dict[str, float]:
+    """Return the lower bounds of the first and of a further token in milliseconds."""
+    width, height = size.image
+    components = pair.ours.cost_components(pair.ours.workload([(height, width)], size.text_tokens))
+    times = {
+        name: 1000 * max(component.flops / H200_MATRIX_RATE, component.bytes.read / bandwidth)
+        for name, component in components.items()
+    }
+    read = cost.count_bytes(pair.ours.decoder, Workload.decode(len(pair.stream) + size.new_tokens // 2)).read
+    return {"first_ms": sum(times.values()), "decode_ms": 1000 * read / bandwidth, **times}
 
 
-def best(result: dict[str, Any], *keys: str) -> float:
-    return min(way[key] for way in result.values() if isinstance(way, dict) for key in keys if key in way)
+def find_fastest(result: dict[str, Any], *keys: str) -> float:
+    return min(row[key] for row in result.values() if isinstance(row, dict) for key in keys if key in row)
 
 
-Save = Callable[[dict[str, Any]], object]
+SaveFunction = Callable[[dict[str, Any]], object]
 
 
-def row(
-    family: str, config: Any, size: Size, copy: float, ways: dict[str, dict[str, Any]], save: Save = lambda _: None
+def measure_model(
+    family: str,
+    config: Any,
+    size: Size,
+    bandwidth: float,
+    variants: dict[str, dict[str, Any]],
+    save: SaveFunction = lambda _: None,
 ) -> dict[str, Any]:
-    """The figures of a model, which are saved as they come."""
-    it = pair(family, config, size)
-    result: dict[str, Any] = {"tokens": len(it.stream), "difference": difference(it)}
-    show(family, result)
-    allowed = max(LOGITS, 3 * result["difference"]["transformers"])
-    if not result["difference"]["ours"] <= allowed:
-        return result | {"wrong": f"logits differ by more than {allowed:.3g}: nothing was timed"}
-    result["floor"] = floors(it, size, copy)
+    """Return the figures of a model, and save them after each measurement."""
+    pair = build_pair(family, config, size)
+    result: dict[str, Any] = {"tokens": len(pair.stream), "difference": compare_logits(pair)}
+    print_figures(family, result)
+    tolerance = max(TOLERANCE, 3 * result["difference"]["transformers"])
+    if not result["difference"]["ours"] <= tolerance:
+        return result | {"error": f"logits differ by more than {tolerance:.3g}, so nothing was timed"}
+    result["floor"] = compute_floors(pair, size, bandwidth)
     with torch.no_grad():
-        result["ours"], result["transformers"] = ours(it, size.new), {}
-        save(result | ratios(result))
-        for name, found in theirs(it, size, ways):
-            result["transformers"][name] = found
-            save(result | ratios(result))
-    return result | ratios(result)
+        result["ours"], result["transformers"] = measure_ours(pair, size.new_tokens), {}
+        save(result | compute_ratios(result))
+        for name, figures in measure_variants(pair, size, variants):
+            result["transformers"][name] = figures
+            save(result | compute_ratios(result))
+    return result | compute_ratios(result)
 
 
-def ratios(result: dict[str, Any]) -> dict[str, Any]:
-    """Ours to the floor and, where any way of transformers worked, the best of them to ours."""
-    first, decode = best(result["ours"], "first_ms"), best(result["ours"], "decode_ms")
-    found = {
+def compute_ratios(result: dict[str, Any]) -> dict[str, Any]:
+    """Compare ours with the lower bound, and with the fastest transformers variant if any worked."""
+    first, decode = find_fastest(result["ours"], "first_ms"), find_fastest(result["ours"], "decode_ms")
+    ratios = {
         "first": {"ours_to_floor": first / result["floor"]["first_ms"]},
         "decode": {"share_of_bandwidth": result["floor"]["decode_ms"] / decode},
     }
     if "step_ms" in result["ours"]:
-        found["decode"]["step_share_of_bandwidth"] = result["floor"]["decode_ms"] / result["ours"]["step_ms"]
-    with suppress(ValueError):  # every way failed, by a name that is printed
-        found["first"]["speedup"] = best(result["transformers"], "first_ms", "forward_ms") / first
-        found["decode"]["speedup"] = best(result["transformers"], "decode_ms") / decode
-    return found
+        ratios["decode"]["step_share_of_bandwidth"] = result["floor"]["decode_ms"] / result["ours"]["step_ms"]
+    with suppress(ValueError):  # all variants failed
+        ratios["first"]["speedup"] = find_fastest(result["transformers"], "first_ms", "forward_ms") / first
+        ratios["decode"]["speedup"] = find_fastest(result["transformers"], "decode_ms") / decode
+    return ratios
 
 
-def told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def show(what: str, figures: Any) -> None:
-    print(f"{what}: {json.dumps(figures)}", flush=True)
+def print_figures(label: str, figures: Any) -> None:
+    print(f"{label}: {json.dumps(figures)}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--only", choices=["llava", "qwen3_vl"], help="one of the two models")
-    parser.add_argument("--peers", type=float, help="seconds for transformers' ways of a model, all together")
-    parser.add_argument("--way", type=float, help="and for one of them: all of these unless given")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="some of transformers' ways, in place of all")
+    parser.add_argument("--only", choices=CONFIGS, help="one of the two models")
+    parser.add_argument("--total-seconds", type=float, help="seconds for all transformers variants of a model")
+    parser.add_argument("--variant-seconds", type=float, help="seconds for one variant (default: the same)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, help="some of the transformers variants, instead of all"
+    )
     arguments = parser.parse_args()
     if not (CUDA or arguments.tiny):
         parser.error("no CUDA device: --tiny runs on the CPU")
-    size, copy = TINY if arguments.tiny else FULL, bandwidth()
-    if arguments.peers is not None:
-        size = size._replace(peers_s=arguments.peers, way_s=arguments.peers)
-    if arguments.way is not None:
-        size = size._replace(way_s=arguments.way)
-    asked = {name: way for name, way in WAYS.items() if arguments.ways is None or name in arguments.ways}
-    result: dict[str, Any] = {"copy_bytes_per_s": copy}
-    # What is stopped in the midst of its work may leave the device unusable: --only measures a model by itself.
-    for family, config in (("llava", llava), ("qwen3_vl", qwen3_vl)):
+    size, bandwidth = TINY_SIZE if arguments.tiny else FULL_SIZE, measure_bandwidth()
+    if arguments.total_seconds is not None:
+        size = size._replace(total_s=arguments.total_seconds, variant_s=arguments.total_seconds)
+    if arguments.variant_seconds is not None:
+        size = size._replace(variant_s=arguments.variant_seconds)
+    variants = {name: VARIANTS[name] for name in arguments.variants or VARIANTS}
+    result: dict[str, Any] = {"copy_bytes_per_s": bandwidth}
+    # An interrupted variant may leave the device unusable. --only measures one model in a process of its own.
+    for family, make_config in CONFIGS.items():
         if arguments.only not in (None, family):
             continue
 
         def save(figures: dict[str, Any], family: str = family) -> None:
             result[family] = figures
-            record(arguments.out, result, *MEASURED)
+            write_record(arguments.out, result, MEASURED)
 
         try:
-            save(row(family, config(arguments.tiny), size, copy, asked, save))
-        except Exception as error:  # the other model is measured all the same
-            save(result.get(family, {}) | {"wrong": told(error)})
+            save(measure_model(family, make_config(arguments.tiny), size, bandwidth, variants, save))
+        except Exception as error:  # the other model is still measured
+            save(result.get(family, {}) | {"error": describe_error(error)})
         print(json.dumps({family: result[family]}, indent=1), flush=True)
         gc.collect()
 

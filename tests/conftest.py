@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread a worker, a fixed seed, and a list of what was long without saying so."""
+"""Settings of all tests: one torch thread, a fixed seed, and a list of slow tests without the marker `slow`."""
 
 import os
 
@@ -8,13 +8,34 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 
 import pytest
 import torch
-from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing of what is tested
-settings.load_profile("untimed")
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # a bare GPU machine has no dev extra
+    pass
+else:
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
-LIMIT = 5.0  # seconds of an unmarked test, imports of the oracles aside
+LIMIT = 5.0  # seconds of an unmarked test, without imports of the references
+
+
+def pytest_configure(config):
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: ignored, because pytest-timeout is not installed")
+
+
+def pytest_addoption(parser, pluginmanager):
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "ignored, because pytest-timeout is not installed")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import only the modules with GPU tests for `-m gpu`: the other modules need the dev extra."""
+    if config.getoption("markexpr") == "gpu" and collection_path.suffix == ".py":
+        return "mark.gpu" not in collection_path.read_text() or None
+    return None
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +53,10 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Named, never failed: how long a test takes says as much of the machine as of the test."""
+    """List slow tests. They do not fail, because their time depends on the machine."""
     passed = terminalreporter.getreports("passed")
-    long = {report.nodeid: took for report in passed for name, took in report.user_properties if name == "long"}
+    long = {report.nodeid: seconds for report in passed for name, seconds in report.user_properties if name == "long"}
     if long:
         terminalreporter.section(f"over {LIMIT:.0f} s: speed up or mark slow")
-        for name, took in sorted(long.items(), key=lambda pair: -pair[1]):
-            terminalreporter.line(f"{took:5.1f} s  {name}")
+        for name, seconds in sorted(long.items(), key=lambda pair: -pair[1]):
+            terminalreporter.line(f"{seconds:5.1f} s  {name}")

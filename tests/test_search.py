@@ -1,4 +1,4 @@
-"""Search: the index against a fresh one after anything that can happen to a folder, and scores against transformers."""
+"""Search: an updated index equals a new one after any change of a folder; scores match transformers."""
 
 import os
 import random
@@ -19,35 +19,35 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from helpers import randomize
-from vitrail.cli.search import search
+from vitrail.cli.search_command import search_images
 from vitrail.errors import CheckpointError, ConfigError, DataError, ImageError
-from vitrail.processing.images import load_image
-from vitrail.search import Query, find, index, update
-from vitrail.search.eye import open_eye
+from vitrail.processing.image_loading import load_image
+from vitrail.search import SearchQuery, find_nearest, image_index, update_index
+from vitrail.search.embedder import load_embedder
 
 SIDE = 24
 
 
 class Counting:
-    """An eye that sees mean colours, and remembers how many pictures it was shown."""
+    """Embedder of mean colours that counts images."""
 
     key = "colours"
 
     def __init__(self, stop: int | None = None):
         self.seen, self.stop = 0, stop
 
-    def read(self, picture):
-        return np.asarray(picture, np.float64).mean((0, 1)) + 1
+    def preprocess(self, image):
+        return np.asarray(image, np.float64).mean((0, 1)) + 1
 
-    def embed(self, pictures):
+    def embed_images(self, images):
         if self.stop is not None and self.seen >= self.stop:
             raise KeyboardInterrupt
-        self.seen += len(pictures)
-        return np.stack([v / np.linalg.norm(v) for v in pictures])
+        self.seen += len(images)
+        return np.stack([v / np.linalg.norm(v) for v in images])
 
 
 def paint(path: Path, seed: int, size: tuple[int, int] = (40, 30)) -> Path:
-    """A picture of its own for every seed, with a time of its own."""
+    """Write an image that is unique for each seed, with a unique time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
     Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(path)
@@ -66,34 +66,35 @@ def quiet(_: str) -> None:
     pass
 
 
-def plain(found: index.Index) -> dict:
+def plain(found: image_index.ImageIndex) -> dict:
     return {
-        path: (*e.stamp, e.reason, None if e.vector is None else e.vector.tolist()) for path, e in found.entries.items()
+        path: (*e.file_stamp, e.error, None if e.vector is None else e.vector.tolist())
+        for path, e in found.entries.items()
     }
 
 
 # ---- the index --------------------------------------------------------------------------------------------------
 
 
-def test_only_what_changed_is_looked_at(tmp_path):
+def test_only_changed_files_are_embedded(tmp_path):
     names = fill(tmp_path)
     first = Counting()
-    assert update(tmp_path, first).new == first.seen == 12
+    assert update_index(tmp_path, first).added == first.seen == 12
     again = Counting()
-    assert update(tmp_path, again)[1:] == (0, 0, 0)
+    assert update_index(tmp_path, again)[1:] == (0, 0, 0)
     assert again.seen == 0
 
     paint(tmp_path / "new.png", 100)
     paint(tmp_path / names[1], 101)
     (tmp_path / names[2]).unlink()
     third = Counting()
-    found = update(tmp_path, third)
+    found = update_index(tmp_path, third)
     assert found[1:] == (1, 1, 1)
     assert third.seen == 2
     assert found.paths == sorted({*names, "new.png"} - {names[2]})
 
     (tmp_path / names[4]).unlink()
-    assert [update(tmp_path, Counting()).gone for _ in range(2)] == [1, 0]
+    assert [update_index(tmp_path, Counting()).removed for _ in range(2)] == [1, 0]
 
 
 @settings(max_examples=30)
@@ -103,7 +104,7 @@ def test_only_what_changed_is_looked_at(tmp_path):
         max_size=14,
     )
 )
-def test_any_history_gives_the_index_of_a_fresh_folder(history):
+def test_updated_index_equals_new_index(history):
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for step, (what, name, seed) in enumerate(history):
@@ -116,15 +117,15 @@ def test_any_history_gives_the_index_of_a_fresh_folder(history):
                 case "delete":
                     path.unlink(missing_ok=True)
                 case "update":
-                    update(folder, Counting(), say=quiet)
+                    update_index(folder, Counting(), log=quiet)
             if path.exists():
                 os.utime(path, ns=(0, 10**18 + 1000 * step))
-        kept = plain(update(folder, Counting(), say=quiet))
-        shutil.rmtree(folder / index.HIDDEN)
-        assert kept == plain(update(folder, Counting(), say=quiet))
+        kept = plain(update_index(folder, Counting(), log=quiet))
+        shutil.rmtree(folder / image_index.INDEX_FOLDER)
+        assert kept == plain(update_index(folder, Counting(), log=quiet))
 
 
-def test_what_is_hidden_or_linked_is_left_alone(tmp_path):
+def test_hidden_files_and_links_are_skipped(tmp_path):
     folder, outside = tmp_path / "in", tmp_path / "out"
     paint(folder / "a.PNG", 1)
     paint(folder / ".cache" / "b.png", 2)
@@ -135,39 +136,39 @@ def test_what_is_hidden_or_linked_is_left_alone(tmp_path):
     (folder / "e.png").symlink_to(outside / "d.png")
     (folder / "loop").symlink_to(folder)
     sheet = paint(folder / "found.png", 5)
-    assert update(folder, Counting(), skip=[sheet]).paths == ["a.PNG"]
+    assert update_index(folder, Counting(), skip=[sheet]).paths == ["a.PNG"]
 
 
-def test_a_broken_picture_is_named_and_not_tried_again(tmp_path, monkeypatch):
+def test_unreadable_image_is_reported_once(tmp_path, monkeypatch):
     fill(tmp_path, 3)
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff" + b"junk" * 9)
-    found = update(tmp_path, Counting())
-    assert list(found.unread) == ["bad.jpg"]
-    assert "bad.jpg" in found.unread["bad.jpg"]
+    found = update_index(tmp_path, Counting())
+    assert list(found.unreadable) == ["bad.jpg"]
+    assert "bad.jpg" in found.unreadable["bad.jpg"]
     with monkeypatch.context() as patch:
-        patch.setattr(index, "load_image", lambda *_, **__: pytest.fail("looked at again"))
-        assert list(update(tmp_path, Counting()).unread) == ["bad.jpg"]
+        patch.setattr(image_index, "load_image", lambda *_, **__: pytest.fail("looked at again"))
+        assert list(update_index(tmp_path, Counting()).unreadable) == ["bad.jpg"]
     paint(bad, 7)
-    assert not update(tmp_path, Counting()).unread
+    assert not update_index(tmp_path, Counting()).unreadable
 
 
-def test_an_animation_and_a_name_that_is_no_text(tmp_path):
+def test_animation_and_non_unicode_name(tmp_path):
     frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     shutil.copy(tmp_path / "a.gif", os.fsencode(tmp_path) + b"/\xff.gif")
-    update(tmp_path, Counting())
+    update_index(tmp_path, Counting())
     again = Counting()
-    assert update(tmp_path, again).paths == ["a.gif", "\udcff.gif"]
+    assert update_index(tmp_path, again).paths == ["a.gif", "\udcff.gif"]
     assert again.seen == 0
 
 
 @pytest.mark.parametrize("harm", ["cut", "noise", "empty", "other", "count"])
-def test_an_index_that_cannot_be_trusted_is_made_anew(tmp_path, harm):
+def test_damaged_index_is_rebuilt(tmp_path, harm):
     fill(tmp_path, 4)
-    good = plain(update(tmp_path, Counting()))
-    (file,) = (tmp_path / index.HIDDEN).glob(f"*/{index.FILE}")
-    entries = index._load(file, Counting.key, pytest.fail)
+    good = plain(update_index(tmp_path, Counting()))
+    (file,) = (tmp_path / image_index.INDEX_FOLDER).glob(f"*/{image_index.INDEX_FILE}")
+    entries = image_index._load_entries(file, Counting.key, pytest.fail)
     match harm:
         case "cut":
             file.write_bytes(file.read_bytes()[:-5])
@@ -176,89 +177,91 @@ def test_an_index_that_cannot_be_trusted_is_made_anew(tmp_path, harm):
         case "empty":
             file.write_bytes(b"")
         case "other":
-            index._save(entries, file, "another model")
+            image_index._save_entries(entries, file, "another model")
         case "count":
             del entries["01.png"]
-            index._save(dict.fromkeys([*entries, "x"], entries["02.png"]._replace(reason="?")), file, Counting.key)
-    said, eye = [], Counting()
-    assert plain(update(tmp_path, eye, say=said.append)) == good
-    assert eye.seen == 4
-    assert str(file) in said[0]
+            image_index._save_entries(
+                dict.fromkeys([*entries, "x"], entries["02.png"]._replace(error="?")), file, Counting.key
+            )
+    output, image_embedder = [], Counting()
+    assert plain(update_index(tmp_path, image_embedder, log=output.append)) == good
+    assert image_embedder.seen == 4
+    assert str(file) in output[0]
 
 
-def test_an_interruption_keeps_what_was_done(tmp_path, monkeypatch):
+def test_interruption_saves_progress(tmp_path, monkeypatch):
     fill(tmp_path)
-    monkeypatch.setattr(index, "BATCH", 5)
+    monkeypatch.setattr(image_index, "BATCH_SIZE", 5)
     with pytest.raises(KeyboardInterrupt):
-        update(tmp_path, Counting(stop=10))
+        update_index(tmp_path, Counting(stop=10))
     rest = Counting()
-    assert len(update(tmp_path, rest).paths) == 12
+    assert len(update_index(tmp_path, rest).paths) == 12
     assert rest.seen == 2
 
 
-def test_a_kill_keeps_what_was_written(tmp_path, monkeypatch):
+def test_kill_keeps_saved_entries(tmp_path, monkeypatch):
     fill(tmp_path)
-    monkeypatch.setattr(index, "BATCH", 5)
+    monkeypatch.setattr(image_index, "BATCH_SIZE", 5)
 
     class Killed(Counting):
-        def embed(self, pictures):
+        def embed_images(self, images):
             if self.seen >= 10:
-                os._exit(9)  # nothing of Python's is tidied up
-            return super().embed(pictures)
+                os._exit(9)  # no Python cleanup runs
+            return super().embed_images(images)
 
     if not (child := os.fork()):
-        update(tmp_path, Killed(), every=0.0)
+        update_index(tmp_path, Killed(), save_interval=0.0)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     rest = Counting()
-    assert len(update(tmp_path, rest).paths) == 12
+    assert len(update_index(tmp_path, rest).paths) == 12
     assert rest.seen == 2
-    assert not list((tmp_path / index.HIDDEN).glob("*/.partial-*"))
+    assert not list((tmp_path / image_index.INDEX_FOLDER).glob("*/.partial-*"))
 
 
-def test_a_second_process_waits_for_the_first(tmp_path):
+def test_second_process_waits(tmp_path):
     fill(tmp_path)
     entered, leave = os.pipe(), os.pipe()
 
     class Slow(Counting):
-        def embed(self, pictures):
+        def embed_images(self, images):
             os.write(entered[1], b"x")
             os.read(leave[0], 1)
-            return super().embed(pictures)
+            return super().embed_images(images)
 
     if not (child := os.fork()):
-        update(tmp_path, Slow())
+        update_index(tmp_path, Slow())
         os._exit(0)
     os.read(entered[0], 1)
-    said, eye = [], Counting()
+    output, image_embedder = [], Counting()
 
     def say(line: str) -> None:
-        said.append(line)
+        output.append(line)
         os.write(leave[1], b"x")
 
-    assert len(update(tmp_path, eye, say=say).paths) == 12
+    assert len(update_index(tmp_path, image_embedder, log=say).paths) == 12
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert eye.seen == 0
-    assert "waiting" in said[0]
+    assert image_embedder.seen == 0
+    assert "waiting" in output[0]
 
 
-def test_a_folder_that_cannot_be_written_has_its_index_at_home(tmp_path, monkeypatch):
+def test_read_only_folder_uses_cache_folder(tmp_path, monkeypatch):
     folder = tmp_path / "photos"
     fill(folder, 3)
-    (folder / index.HIDDEN).write_text("in the way")  # stands for a medium that is read-only, also for root
+    (folder / image_index.INDEX_FOLDER).write_text("in the way")  # like a read-only folder, also for root
     monkeypatch.setenv("VITRAIL_HOME", str(tmp_path / "home"))
-    update(folder, Counting())
+    update_index(folder, Counting())
     again = Counting()
-    assert len(update(folder, again).paths) == 3
+    assert len(update_index(folder, again).paths) == 3
     assert again.seen == 0
-    assert len(list((tmp_path / "home" / "search").glob(f"*/*/{index.FILE}"))) == 1
+    assert len(list((tmp_path / "home" / "search").glob(f"*/*/{image_index.INDEX_FILE}"))) == 1
 
 
-def test_equals_stand_in_order_of_path(tmp_path):
+def test_ties_are_sorted_by_path(tmp_path):
     for name in random.Random(0).sample(string.ascii_lowercase, 26):
         paint(tmp_path / f"{name}.png", 3)
-    found = update(tmp_path, Counting())
-    hits = find(found, found.vectors[0], 26)
+    found = update_index(tmp_path, Counting())
+    hits = find_nearest(found, found.vectors[0], 26)
     assert [hit.path for hit in hits] == [f"{name}.png" for name in string.ascii_lowercase]
 
 
@@ -267,7 +270,7 @@ def test_equals_stand_in_order_of_path(tmp_path):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """A CLIP of random weights as transformers saves it, with tokenizer and preprocessor."""
+    """A CLIP with random weights, tokenizer and preprocessor, saved by transformers."""
     folder = tmp_path_factory.mktemp("clip")
     letters = {"<s>": 0, "</s>": 1, **{c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 2)}}
     rust = Tokenizer(models.BPE(letters, []))
@@ -283,7 +286,7 @@ def clip(tmp_path_factory):
         vision_config={**sizes, "image_size": SIDE, "patch_size": 8},
         projection_dim=16,
     )
-    model = randomize(CLIPModel(config), seed=1, spread=0.6).eval()  # so that pictures lie apart
+    model = randomize(CLIPModel(config), seed=1, spread=0.6).eval()  # so that images differ
     model.save_pretrained(folder)
     processor = CLIPImageProcessorPil(size={"shortest_edge": SIDE + 4}, crop_size={"height": SIDE, "width": SIDE})
     processor.save_pretrained(folder)
@@ -301,78 +304,78 @@ def theirs(clip, folder: Path, names: list[str]) -> np.ndarray:
     return unit(model.get_image_features(**processor(pictures, return_tensors="pt")))
 
 
-def test_scores_and_their_order_are_those_of_transformers(clip, tmp_path):
+def test_scores_match_transformers(clip, tmp_path):
     names = sorted(fill(tmp_path))
     folder, model, words, _ = clip
     text = unit(model.get_text_features(**words(["a red bicycle"], return_tensors="pt")))[0]
     scores = dict(zip(names, theirs(clip, tmp_path, names) @ text, strict=True))
-    eye = open_eye(str(folder))
-    hits = find(update(tmp_path, eye), Query("a red bicycle").vector(eye), 12)
+    image_embedder = load_embedder(str(folder))
+    hits = find_nearest(update_index(tmp_path, image_embedder), SearchQuery("a red bicycle").embed(image_embedder), 12)
     assert [hit.path for hit in hits] == sorted(names, key=lambda name: -scores[name])
     np.testing.assert_allclose([hit.score for hit in hits], [scores[hit.path] for hit in hits], atol=1e-3)
-    assert hits[0].score - hits[-1].score > 0.05  # or the order would say little
+    assert hits[0].score - hits[-1].score > 0.05  # else the order would mean little
 
 
-def test_words_to_keep_away_from(clip, tmp_path):
+def test_excluded_texts(clip, tmp_path):
     names = sorted(fill(tmp_path))
     folder, model, words, _ = clip
     a, b = (unit(model.get_text_features(**words([text], return_tensors="pt")))[0] for text in ("sea", "people"))
     query = a - b + theirs(clip, tmp_path, names)[4]
-    eye = open_eye(str(folder))
-    ours = Query("sea", (tmp_path / names[4],), ("people",)).vector(eye)
+    image_embedder = load_embedder(str(folder))
+    ours = SearchQuery("sea", (tmp_path / names[4],), ("people",)).embed(image_embedder)
     np.testing.assert_allclose(ours, query / np.linalg.norm(query), atol=1e-4)
-    with pytest.raises(ConfigError, match="nothing is left"):
-        Query("sea", (), ("sea",)).vector(eye)
+    with pytest.raises(ConfigError, match="excluded texts cancel"):
+        SearchQuery("sea", (), ("sea",)).embed(image_embedder)
 
 
-def test_another_model_has_another_index(clip, tmp_path):
+def test_each_model_has_its_own_index(clip, tmp_path):
     copy = shutil.copytree(clip[0], tmp_path / "copy")
-    assert open_eye(str(copy)).key == open_eye(str(clip[0])).key  # wherever and whenever it was saved
+    assert load_embedder(str(copy)).key == load_embedder(str(clip[0])).key  # independent of path and time
     other = randomize(CLIPModel(clip[1].config), seed=2)
     other.save_pretrained(copy)
-    assert open_eye(str(copy)).key != open_eye(str(clip[0])).key
+    assert load_embedder(str(copy)).key != load_embedder(str(clip[0])).key
 
 
-def test_a_picture_finds_itself_from_the_command_line(clip, tmp_path, capsys):
+def test_command_line_finds_image_itself(clip, tmp_path, capsys):
     photos, out = tmp_path / "photos", tmp_path / "photos" / "found.png"
     names = fill(photos)
     (photos / "bad.png").write_bytes(b"?")
     for _ in range(2):
-        search(photos, [str(photos / names[5])], model=str(clip[0]), out=out, count=4)
-        said = capsys.readouterr()
-        lines = said.out.splitlines()
+        search_images(photos, [str(photos / names[5])], model=str(clip[0]), out=out, count=4)
+        output = capsys.readouterr()
+        lines = output.out.splitlines()
         assert len(lines) == 5
         assert lines[0].split() == ["1.000", names[5]]
-        assert "1 could not be read" in said.err
-        assert "bad.png" in said.err
-    assert "12 pictures, 0 new, 0 changed, 0 gone" in said.err
+        assert "1 cannot be read" in output.err
+        assert "bad.png" in output.err
+    assert "12 images, 0 new, 0 changed, 0 gone" in output.err
     with Image.open(out) as sheet:
         assert sheet.width > 2 * 176
 
 
 @pytest.mark.parametrize(
-    ("terms", "more", "kind", "says"),
+    ("terms", "more", "kind", "message"),
     [
-        ([], {}, ConfigError, "nothing to search for"),
+        ([], {}, ConfigError, "the query is empty"),
         (["nowhere.jpg"], {}, ImageError, "nowhere.jpg does not exist"),
         (["a cat"], {"model": "no/such/model"}, CheckpointError, "no/such/model does not exist"),
         (["a cat"], {"count": 0}, ConfigError, "--count"),
-        (["a cat"], {"folder": Path("nowhere")}, DataError, "nowhere is no folder"),
-        (["a cat"], {}, DataError, "holds no picture"),
+        (["a cat"], {"folder": Path("nowhere")}, DataError, "nowhere is not a folder"),
+        (["a cat"], {}, DataError, "contains no readable image"),
     ],
 )
-def test_what_cannot_be_is_said(clip, tmp_path, terms, more, kind, says):
+def test_invalid_queries_raise(clip, tmp_path, terms, more, kind, message):
     given = {"folder": tmp_path, "model": str(clip[0]), **more}
-    with pytest.raises(kind, match=says):
-        search(given.pop("folder"), terms, out=tmp_path / "x.png", **given)
+    with pytest.raises(kind, match=message):
+        search_images(given.pop("folder"), terms, out=tmp_path / "x.png", **given)
 
 
-def test_words_need_no_quotes(tmp_path):
+def test_query_needs_no_quotes(tmp_path):
     app = App()
-    app.command(search)
-    line = ["search", str(tmp_path), "a", "red  bicycle", "--without", "a dog", "--model", "m", "--count", "3"]
+    app.command(search_images, name="search")
+    line = ["search", str(tmp_path), "a", "red  bicycle", "--exclude", "a dog", "--model", "m", "--count", "3"]
     _, bound, *_ = app.parse_args(line)
     assert bound.args == (tmp_path, ["a", "red  bicycle"])
-    assert bound.kwargs == {"model": "m", "without": ("a dog",), "count": 3}
-    assert Query.read(bound.args[1]).words == "a red bicycle"
-    assert str(Query("a cat", (Path("x/y.png"),), ("a dog",))) == "“a cat” + y.png − “a dog”"
+    assert bound.kwargs == {"model": "m", "exclude": ("a dog",), "count": 3}
+    assert SearchQuery.parse(bound.args[1]).text == "a red bicycle"
+    assert str(SearchQuery("a cat", (Path("x/y.png"),), ("a dog",))) == "“a cat” + y.png − “a dog”"

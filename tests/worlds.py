@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from vitrail.codecs.quantizers import FSQConfig, VQConfig
-from vitrail.codecs.video import VideoCodecConfig
-from vitrail.models.genie import DynamicsConfig, Genie, GenieConfig
-from vitrail.models.latent_actions import LatentActionsConfig
-from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig, SpaceTimeConfig
+from vitrail.codecs.video_codec import VideoCodecConfig
+from vitrail.models.genie_model import Genie, GenieConfig, GenieDynamicsConfig
+from vitrail.models.latent_action_model import LatentActionConfig
+from vitrail.nn import AttentionConfig, BlockConfig, PlainMLPConfig, SpaceTimeConfig
 
 SIDE = 8
 
@@ -31,28 +31,31 @@ def dots(count: int, frames: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def transformer(layers: int = 1, memory: int = 3, width: int = 16) -> SpaceTimeConfig:
     block = BlockConfig(
-        width=width, attention=AttentionConfig(heads=2, qk_norm="rms"), mlp=PlainConfig(hidden=2 * width), norm="rms"
+        width=width,
+        attention=AttentionConfig(heads=2, qk_norm="rms"),
+        mlp=PlainMLPConfig(intermediate_size=2 * width),
+        norm="rms",
     )
-    return SpaceTimeConfig(layers=layers, block=block, memory=memory)
+    return SpaceTimeConfig(layers=layers, block=block, context_frames=memory)
 
 
 def codec_config(codes: int | None = None, **more) -> VideoCodecConfig:
-    quantizer = FSQConfig(levels=(5, 5)) if codes is None else VQConfig(codes=codes, dim=4)
+    quantizer = FSQConfig(levels=(5, 5)) if codes is None else VQConfig(codebook_size=codes, dim=4)
     return VideoCodecConfig(
-        image=SIDE, patch=4, encoder=transformer(**more), decoder=transformer(**more), quantizer=quantizer
+        image_size=SIDE, patch_size=4, encoder=transformer(**more), decoder=transformer(**more), quantizer=quantizer
     )
 
 
-def latent_config(**more) -> LatentActionsConfig:
-    return LatentActionsConfig(image=SIDE, patch=4, encoder=transformer(**more), decoder=transformer(**more))
+def latent_config(**more) -> LatentActionConfig:
+    return LatentActionConfig(image_size=SIDE, patch_size=4, encoder=transformer(**more), decoder=transformer(**more))
 
 
 def genie_config(*, latent: bool = True, acts: str = "added", codes: int | None = None, **more) -> GenieConfig:
     return GenieConfig(
         codec=codec_config(codes, **more),
-        dynamics=DynamicsConfig(transformer=transformer(**more), acts=acts),
+        dynamics=GenieDynamicsConfig(transformer=transformer(**more), action_conditioning=acts),
         latent=latent_config(**more) if latent else None,
-        controls=None if latent else 2,
+        num_controls=None if latent else 2,
     )
 
 

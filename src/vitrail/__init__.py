@@ -1,26 +1,43 @@
-"""Vitrail: a workbench for visual tokens.
+"""Vitrail: a library for visual tokens: codecs, vision-language models, unified models and world models.
 
-Importing the package is cheap: rooms load when they are first named, so `vitrail --help` never waits for torch.
+Sub-packages and functions load on first access, so that importing `vitrail` does not import torch. The import sets how
+OpenMP threads wait, unless torch is already imported.
 """
 
 import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vitrail.thread_settings import configure_threads as _configure_threads
+
+if TYPE_CHECKING:
+    from vitrail.api import evaluate, tokenize, train
+    from vitrail.pipelines.loading import load
+
+if "torch" not in sys.modules:  # OpenMP reads its variables when torch is imported
+    _configure_threads()
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "evaluate", "load", "tokenize", "train"]
 
-_ROOMS = (
-    "nn", "processing", "objectives", "data", "encoders", "stream", "backbones", "models", "generate", "train", "tasks",
-    "show", "lab", "hub", "play", "studio", "talker", "recipe",
+_FUNCTIONS = {
+    "evaluate": "vitrail.api", "load": "vitrail.pipelines.loading", "tokenize": "vitrail.api", "train": "vitrail.api",
+}  # fmt: skip
+_SUBMODULES = (
+    "nn", "processing", "objectives", "data", "encoders", "connectors", "codecs", "stream", "backbones", "models",
+    "generate", "control", "evals", "training", "tasks", "lab", "plots", "hub", "pipelines", "search", "serve",
+    "integrations", "recipe", "demo",
 )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # a model that reads and draws, one to talk to, or a world to play in, ready to hand
-        return importlib.import_module("vitrail.ready").load
-    if name in _ROOMS:
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    if name in _SUBMODULES:
         return importlib.import_module(f"vitrail.{name}")
-    raise AttributeError(f"module 'vitrail' has no attribute {name!r}; its rooms are {', '.join(_ROOMS)}")
+    known = ", ".join((*_FUNCTIONS, *_SUBMODULES))
+    raise AttributeError(f"module 'vitrail' has no attribute {name!r}; it has {known}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "load", *_ROOMS])
+    return sorted([*globals(), *_FUNCTIONS, *_SUBMODULES])

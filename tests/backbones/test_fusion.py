@@ -1,4 +1,4 @@
-"""Fusion points: agreement with transformers, and what must not change: the text model at the start, the cache."""
+"""Fusion points: agreement with transformers, initialization without effect, and the KV cache."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -19,48 +19,60 @@ from transformers.models.mllama.processing_mllama import (
 from helpers import randomize, relative
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.backbones.fusion import (
-    CrossConfig,
+    CrossAttentionFusionConfig,
+    CrossAttentionInputs,
     DeepStackConfig,
-    ExpertConfig,
-    Looked,
-    Marked,
-    PrefixConfig,
-    Stacked,
-    fusion_parameters,
-    picture_plan,
+    DeepStackInputs,
+    ImageLoRAConfig,
+    ImageLoRAInputs,
+    PrefixFusionConfig,
+    VisualExpertConfig,
+    VisualExpertInputs,
+    get_fusion_parameters,
+    make_image_plan,
 )
 from vitrail.errors import ConfigError, StreamError
 from vitrail.hub import load, save
-from vitrail.nn import AttentionConfig, BlockConfig, ExpertsConfig, GatedConfig, Plan, RotaryConfig, Work, cost
-from vitrail.train.stage import choose_trainable
+from vitrail.nn import (
+    AttentionConfig,
+    AttentionPlan,
+    BlockConfig,
+    GatedMLPConfig,
+    MoEConfig,
+    RotaryConfig,
+    Workload,
+    cost,
+)
+from vitrail.training.stage_config import set_trainable_parts
 
 WIDTH, LAYERS, VOCAB, SEEN = 20, 3, 37, 14  # SEEN: width of the features of cross-attention
 
 
 def config(fusion=None, **more) -> DecoderConfig:
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=6, bias="qkv")
-    block = BlockConfig(width=WIDTH, attention=attention, mlp=GatedConfig(hidden=28), norm="rms")
-    shape = {"vocab": VOCAB, "layers": LAYERS, "block": block, "rotary": RotaryConfig(head_dim=6), **more}
-    return DecoderConfig(**shape, fusion=fusion or PrefixConfig())
+    block = BlockConfig(width=WIDTH, attention=attention, mlp=GatedMLPConfig(intermediate_size=28), norm="rms")
+    shape = {"vocab_size": VOCAB, "layers": LAYERS, "block": block, "rotary": RotaryConfig(head_dim=6), **more}
+    return DecoderConfig(**shape, fusion=fusion or PrefixFusionConfig())
 
 
 CROSS = {
-    "flamingo": CrossConfig(at=(0, 2), context_width=SEEN),
-    "idefics": CrossConfig(at=(1,), context_width=SEEN, gated="channels"),
-    "mllama": CrossConfig(
-        at=(1, 2, 5),  # before layer 1, again before it, and behind the last of three
-        where="inserted",
+    "flamingo": CrossAttentionFusionConfig(layer_indices=(0, 2), context_width=SEEN),
+    "idefics": CrossAttentionFusionConfig(layer_indices=(1,), context_width=SEEN, gated="channels"),
+    "mllama": CrossAttentionFusionConfig(
+        layer_indices=(1, 2, 5),  # before layer 1, again before it, and behind the last of three
+        placement="inserted",
         context_width=SEEN,
-        blind="skip",
+        without_image="skip",
         attention=AttentionConfig(heads=5, kv_heads=1, head_dim=3, qk_norm="rms"),
-        mlp=GatedConfig(hidden=9),
+        mlp=GatedMLPConfig(intermediate_size=9),
     ),
 }
 KINDS = {
     **CROSS,
-    "expert": ExpertConfig(),
-    "some": ExpertConfig(at=(2,), out=False),
+    "expert": VisualExpertConfig(),
+    "some": VisualExpertConfig(layer_indices=(2,), output_projection=False),
     "deepstack": DeepStackConfig(),
+    "image_lora": ImageLoRAConfig(rank=2, alpha=3.0),
 }
 
 
@@ -68,21 +80,21 @@ def plain(seed: int = 0, **more) -> Decoder:
     return randomize(Decoder(config(**more)), seed).eval()
 
 
-def fused(fusion, gates: float = 0.7, seed: int = 0, **more) -> Decoder:
-    """The plain decoder of that seed, with a fusion whose weights are random and whose gates stand at `gates`."""
+def make_fused(fusion, gates: float = 0.7, seed: int = 0, **more) -> Decoder:
+    """Decoder of this seed with a fusion of random weights, whose gates are `gates`."""
     model = plain(seed, **more)
-    model.fuse(fusion)
+    model.add_fusion(fusion)
     if model.fusion is not None:
         randomize(model.fusion, seed + 1)
     with torch.no_grad():
-        for name, p in fusion_parameters(model).items():
+        for name, p in get_fusion_parameters(model).items():
             if name.endswith(".gate"):
                 p.fill_(gates)
     return model
 
 
 def marks(*rows: str) -> torch.Tensor:
-    """A picture stands at each ×."""
+    """Parse a mask with an image at each ×."""
     return torch.tensor([[letter == "×" for letter in row] for row in rows])
 
 
@@ -92,15 +104,17 @@ EACH = 2  # features of a picture
 
 
 def pictures(fusion, rows=slice(None), plan=True):
-    """Something to see for the rows of MARKS or MASK."""
+    """Random fusion inputs for the rows of MARKS or MASK."""
     torch.manual_seed(5)
-    if isinstance(fusion, CrossConfig):
-        seen = picture_plan(MARKS[rows], EACH, joined=fusion.where == "inserted") if plan else None
+    if isinstance(fusion, CrossAttentionFusionConfig):
+        seen = make_image_plan(MARKS[rows], EACH, join_adjacent=fusion.placement == "inserted") if plan else None
         features = torch.randn(len(MARKS[rows]), 3 * EACH, SEEN)
-        return Looked(features[:, : seen.key_segments.shape[1]] if seen else features, seen)
-    if isinstance(fusion, ExpertConfig):
-        return Marked(MASK[rows])
-    return Stacked(MASK[rows], torch.randn(3, int(MASK[rows].sum()), WIDTH))
+        return CrossAttentionInputs(features[:, : seen.key_segments.shape[1]] if seen else features, seen)
+    if isinstance(fusion, VisualExpertConfig):
+        return VisualExpertInputs(MASK[rows])
+    if isinstance(fusion, ImageLoRAConfig):
+        return ImageLoRAInputs(MASK[rows].any(1, keepdim=True).expand_as(MASK[rows]))
+    return DeepStackInputs(MASK[rows], torch.randn(3, int(MASK[rows].sum()), WIDTH))
 
 
 IDS = torch.arange(33).reshape(3, 11) * 7 % VOCAB
@@ -110,62 +124,72 @@ IDS = torch.arange(33).reshape(3, 11) * 7 % VOCAB
 
 
 @pytest.mark.parametrize(
-    ("fusion", "says"),
+    ("fusion", "message"),
     [
-        (CrossConfig(at=(3,)), "of 0 to 2"),
-        (CrossConfig(at=(0, 5), where="inserted"), "of 0 to 4"),
-        (CrossConfig(at=(1, 1)), "each once"),
-        (CrossConfig(at=()), "at least one"),
-        (CrossConfig(at=(0,), attention=AttentionConfig(heads=2, bias="all")), "see no picture"),
-        (ExpertConfig(at=(-1,)), "expert layers"),
-        (DeepStackConfig(at=(0, 4)), "deepstack layers"),
+        (CrossAttentionFusionConfig(layer_indices=(3,)), "from 0 to 2"),
+        (CrossAttentionFusionConfig(layer_indices=(0, 5), placement="inserted"), "from 0 to 4"),
+        (CrossAttentionFusionConfig(layer_indices=(1, 1)), "each once"),
+        (CrossAttentionFusionConfig(layer_indices=()), "at least one"),
+        (
+            CrossAttentionFusionConfig(layer_indices=(0,), attention=AttentionConfig(heads=2, bias="all")),
+            "have no image",
+        ),
+        (VisualExpertConfig(layer_indices=(-1,)), "expert layer_indices"),
+        (DeepStackConfig(layer_indices=(0, 4)), "deepstack layer_indices"),
     ],
 )
-def test_what_cannot_be_is_refused(fusion, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_configs_raise(fusion, message):
+    with pytest.raises(ConfigError, match=message):
         config(fusion)
 
 
-def test_nothing_is_added_unless_asked_for():
-    data = config().plain()
+def test_prefix_fusion_adds_nothing():
+    data = config().to_dict()
     assert data.pop("fusion") == {"kind": "prefix"}
-    assert DecoderConfig.read(data) == config()  # what was saved before there was a choice
-    assert fusion_parameters(plain()) == {}
+    assert DecoderConfig.from_dict(data) == config()  # what was saved before there was a choice
+    assert get_fusion_parameters(plain()) == {}
     assert not [name for name in plain().state_dict() if "fusion" in name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_config_is_read_as_it_was_written(kind):
-    assert DecoderConfig.read(config(KINDS[kind]).plain()) == config(KINDS[kind])
+def test_config_round_trip(kind):
+    assert DecoderConfig.from_dict(config(KINDS[kind]).to_dict()) == config(KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pictures_of_another_kind_are_refused(kind):
-    model = fused(KINDS[kind])
-    with pytest.raises(ConfigError, match="this decoder takes its pictures as"):
-        model(IDS, pictures=Marked(MASK) if kind in ("deepstack", *CROSS) else Looked(torch.zeros(3, 1, SEEN)))
-    with pytest.raises(ConfigError, match="no place for them"):
-        plain()(IDS, pictures=pictures(KINDS[kind]))
+def test_inputs_of_another_fusion_raise(kind):
+    model = make_fused(KINDS[kind])
+    with pytest.raises(ConfigError, match="this decoder needs"):
+        model(
+            IDS,
+            fusion_inputs=VisualExpertInputs(MASK)
+            if kind in ("deepstack", *CROSS)
+            else CrossAttentionInputs(torch.zeros(3, 1, SEEN)),
+        )
+    with pytest.raises(ConfigError, match="has no fusion"):
+        plain()(IDS, fusion_inputs=pictures(KINDS[kind]))
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(StreamError, match="not those of 3 rows"):
-        fused(CROSS["flamingo"])(IDS, pictures=Looked(torch.zeros(2, 4, SEEN)))
-    with pytest.raises(StreamError, match="at least one"):
-        fused(CROSS["flamingo"])(IDS, pictures=Looked(torch.zeros(3, 0, SEEN)))
-    with pytest.raises(ConfigError, match="picture_plan"):
-        fused(CROSS["flamingo"])(IDS, pictures=Looked(torch.zeros(3, 4, SEEN), Plan(causal=True)))
-    with pytest.raises(StreamError, match="booleans"):
-        fused(KINDS["expert"])(IDS, pictures=Marked(MASK.long()))
-    with pytest.raises(StreamError, match=r"give \(9, 20\) for each"):
-        fused(KINDS["deepstack"])(IDS, pictures=Stacked(MASK, torch.zeros(2, 9, WIDTH)))
+def test_invalid_inputs_raise():
+    with pytest.raises(StreamError, match="there are 3 rows"):
+        make_fused(CROSS["flamingo"])(IDS, fusion_inputs=CrossAttentionInputs(torch.zeros(2, 4, SEEN)))
+    with pytest.raises(StreamError, match="at least 1"):
+        make_fused(CROSS["flamingo"])(IDS, fusion_inputs=CrossAttentionInputs(torch.zeros(3, 0, SEEN)))
+    with pytest.raises(ConfigError, match="make_image_plan"):
+        make_fused(CROSS["flamingo"])(
+            IDS, fusion_inputs=CrossAttentionInputs(torch.zeros(3, 4, SEEN), AttentionPlan(causal=True))
+        )
+    with pytest.raises(StreamError, match="boolean mask"):
+        make_fused(KINDS["expert"])(IDS, fusion_inputs=VisualExpertInputs(MASK.long()))
+    with pytest.raises(StreamError, match=r"give features \(9, 20\) for each"):
+        make_fused(KINDS["deepstack"])(IDS, fusion_inputs=DeepStackInputs(MASK, torch.zeros(2, 9, WIDTH)))
 
 
-@pytest.mark.parametrize("kind", ["flamingo", "mllama", "expert"])
-def test_one_part_is_frozen_saved_and_counted_by_its_name(kind, tmp_path):
-    whole = nn.ModuleDict({"eye": nn.Linear(2, 2), "decoder": fused(KINDS[kind])})
-    choose_trainable(whole, ("decoder.fusion",))
-    added = fusion_parameters(whole)
+@pytest.mark.parametrize("kind", ["flamingo", "mllama", "expert", "image_lora"])
+def test_fusion_parameters_are_one_part(kind, tmp_path):
+    whole = nn.ModuleDict({"eye": nn.Linear(2, 2), "decoder": make_fused(KINDS[kind])})
+    set_trainable_parts(whole, ("decoder.fusion",))
+    added = get_fusion_parameters(whole)
     assert {name for name, p in whole.named_parameters() if p.requires_grad} == added.keys() != set()
     model, bare = whole["decoder"], plain()
     assert sum(p.numel() for p in added.values()) == (
@@ -176,17 +200,17 @@ def test_one_part_is_frozen_saved_and_counted_by_its_name(kind, tmp_path):
     save(model, tmp_path / "own")
     again = load(tmp_path / "own")
     seen = pictures(KINDS[kind])
-    assert torch.equal(again(IDS, pictures=seen), model(IDS, pictures=seen))
+    assert torch.equal(again(IDS, fusion_inputs=seen), model(IDS, fusion_inputs=seen))
 
 
 # ---- the text model stays as it is ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_picture_it_is_the_plain_decoder(kind):
-    model, bare = fused(KINDS[kind]), plain()
+def test_without_images_equals_plain_decoder(kind):
+    model, bare = make_fused(KINDS[kind]), plain()
     assert torch.equal(model(IDS), bare(IDS))
-    cache, other = model.cache(3), bare.cache(3)
+    cache, other = model.make_cache(3), bare.make_cache(3)
     for piece in IDS.split([4, 1, 6], dim=1):
         assert torch.equal(model(piece, cache=cache), bare(piece, cache=other))
 
@@ -194,43 +218,43 @@ def test_without_a_picture_it_is_the_plain_decoder(kind):
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("gated", [True, "channels"])
 @pytest.mark.parametrize("kind", CROSS)
-def test_closed_gates_leave_the_text_bit_for_bit(kind, gated, planned):
-    fusion = CROSS[kind].with_(gated=gated)
-    model, bare = fused(fusion, gates=0.0), plain()
+def test_closed_gates_do_not_change_text(kind, gated, planned):
+    fusion = CROSS[kind].replace(gated=gated)
+    model, bare = make_fused(fusion, gates=0.0), plain()
     seen = pictures(fusion, plan=planned)
-    assert torch.equal(model(IDS, pictures=seen), bare(IDS))
+    assert torch.equal(model(IDS, fusion_inputs=seen), bare(IDS))
     start, rest = IDS[:, :6], IDS[:, 6:].split([1, 4], dim=1)
     if seen.plan is not None:
-        first = picture_plan(MARKS[:, :6], EACH, joined=seen.plan.causal)
-        seen = Looked(seen.features[:, : first.key_segments.shape[1]], first)
-    cache, other = model.cache(3), bare.cache(3)
-    assert torch.equal(model(start, cache=cache, pictures=seen), bare(start, cache=other))
+        first = make_image_plan(MARKS[:, :6], EACH, join_adjacent=seen.plan.causal)
+        seen = CrossAttentionInputs(seen.features[:, : first.key_segments.shape[1]], first)
+    cache, other = model.make_cache(3), bare.make_cache(3)
+    assert torch.equal(model(start, cache=cache, fusion_inputs=seen), bare(start, cache=other))
     for piece in rest:
         assert torch.equal(model(piece, cache=cache), bare(piece, cache=other))
 
 
 @pytest.mark.parametrize("kind", CROSS)
-def test_new_fusions_start_closed_and_learn(kind):
+def test_new_fusions_start_without_effect_and_learn(kind):
     model = plain()
-    model.fuse(CROSS[kind])
+    model.add_fusion(CROSS[kind])
     seen = pictures(CROSS[kind])
-    logits = model(IDS, pictures=seen)
+    logits = model(IDS, fusion_inputs=seen)
     assert torch.equal(logits, plain()(IDS))
     (logits * torch.randn_like(logits)).sum().backward()
-    gates = [p for name, p in fusion_parameters(model).items() if name.endswith(".gate")]
-    assert len(gates) == 2 * len(CROSS[kind].at) and all(gate.grad.abs().min() > 0 for gate in gates)
-    assert not torch.allclose(fused(CROSS[kind])(IDS, pictures=seen), logits)
+    gates = [p for name, p in get_fusion_parameters(model).items() if name.endswith(".gate")]
+    assert len(gates) == 2 * len(CROSS[kind].layer_indices) and all(gate.grad.abs().min() > 0 for gate in gates)
+    assert not torch.allclose(make_fused(CROSS[kind])(IDS, fusion_inputs=seen), logits)
 
 
 @pytest.mark.parametrize("kind", CROSS)
-def test_words_before_any_picture_see_none(kind):
-    model, seen = fused(CROSS[kind]), pictures(CROSS[kind])
-    other = Looked(torch.randn_like(seen.features), seen.plan)
-    a, b = model(IDS, pictures=seen), model(IDS, pictures=other)
+def test_text_before_images_attends_to_none(kind):
+    model, seen = make_fused(CROSS[kind]), pictures(CROSS[kind])
+    other = CrossAttentionInputs(torch.randn_like(seen.features), seen.plan)
+    a, b = model(IDS, fusion_inputs=seen), model(IDS, fusion_inputs=other)
     assert torch.equal(a[1], b[1])  # a row without a picture
     assert torch.equal(a[0, :1], b[0, :1]) and torch.equal(a[2, :2], b[2, :2])
     assert not torch.allclose(a[0, 1:], b[0, 1:])
-    if CROSS[kind].blind == "skip":
+    if CROSS[kind].without_image == "skip":
         torch.testing.assert_close(a[1], plain()(IDS)[1], rtol=1e-5, atol=1e-6)
 
 
@@ -238,60 +262,62 @@ def test_words_before_any_picture_see_none(kind):
 
 
 @pytest.mark.parametrize("kind", CROSS)
-def test_a_cache_of_pictures_equals_none_and_is_made_once(kind):
-    model, seen = fused(CROSS[kind]), pictures(CROSS[kind])
-    whole = model(IDS, pictures=seen)
+def test_cached_image_features_equal_uncached(kind):
+    model, seen = make_fused(CROSS[kind]), pictures(CROSS[kind])
+    whole = model(IDS, fusion_inputs=seen)
     projected = []
     for block in model.fusion.blocks:
         block.branches["cross"].op.kv.register_forward_hook(lambda *_: projected.append(1))
-    cache = model.cache(3)
+    cache = model.make_cache(3)
     first = replace(seen.plan, segments=seen.plan.segments[:, :9])
-    if first.index is not None:
-        first = replace(first, index=first.index[:, :9])
-    pieces = [model(IDS[:, :9], cache=cache, pictures=Looked(seen.features, first))]
+    if first.query_slots is not None:
+        first = replace(first, query_slots=first.query_slots[:, :9])
+    pieces = [model(IDS[:, :9], cache=cache, fusion_inputs=CrossAttentionInputs(seen.features, first))]
     pieces += [model(piece, cache=cache) for piece in IDS[:, 9:].split(1, dim=1)]
     assert relative(torch.cat(pieces, 1), whole) <= 1e-5
     assert len(projected) == len(model.fusion.blocks)
-    assert not cache.context.kept[0].k.requires_grad
+    assert not cache.context.key_values[0].k.requires_grad
 
     cache.clear()  # another text, without pictures
     assert torch.equal(model(IDS, cache=cache), model(IDS))
 
 
 @pytest.mark.parametrize("kind", CROSS)
-def test_rows_of_unequal_length_go_on_seeing_what_their_last_word_saw(kind):
-    model = fused(CROSS[kind])
+def test_decoding_keeps_the_images_of_the_last_token(kind):
+    model = make_fused(CROSS[kind])
     rows = marks("·×···×·", "··××···")
     counts = torch.tensor([4, 7])  # the first row ends before its second picture would stand
     rows[0, 4:] = False
-    seen = picture_plan(rows, EACH, joined=CROSS[kind].where == "inserted")
+    seen = make_image_plan(rows, EACH, join_adjacent=CROSS[kind].placement == "inserted")
     features, ids = torch.randn(2, 2 * EACH, SEEN), IDS[:2]
-    cache = model.cache(2)
-    start = model(ids[:, :7], cache=cache, counts=counts, pictures=Looked(features, seen))
+    cache = model.make_cache(2)
+    start = model(ids[:, :7], cache=cache, counts=counts, fusion_inputs=CrossAttentionInputs(features, seen))
     more = torch.randint(0, VOCAB, (2, 3))
     steps = [model(more[:, :1], cache=cache), model(more[:, 1:], cache=cache)]
     for row, count in enumerate(counts.tolist()):
         text = torch.cat([ids[row, :count], more[row]])[None]
         here = torch.nn.functional.pad(rows[row : row + 1, :count], (0, 3))
-        plan = picture_plan(here, EACH, joined=CROSS[kind].where == "inserted")
-        alone = model(text, pictures=Looked(features[row : row + 1, : plan.key_segments.shape[1]], plan))[0]
+        plan = make_image_plan(here, EACH, join_adjacent=CROSS[kind].placement == "inserted")
+        alone = model(
+            text, fusion_inputs=CrossAttentionInputs(features[row : row + 1, : plan.key_segments.shape[1]], plan)
+        )[0]
         assert relative(start[row, :count], alone[:count]) <= 1e-5
         assert relative(torch.cat(steps, 1)[row], alone[count:]) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["expert", "some", "deepstack"])
-def test_pictures_in_pieces_through_a_cache(kind):
-    model, seen = fused(KINDS[kind]), pictures(KINDS[kind])
-    whole = model(IDS, pictures=seen)
-    cache, pieces = model.cache(3), []
+def test_chunked_prefill_with_images(kind):
+    model, seen = make_fused(KINDS[kind]), pictures(KINDS[kind])
+    whole = model(IDS, fusion_inputs=seen)
+    cache, pieces = model.make_cache(3), []
     for start, end in ((0, 3), (3, 4), (4, 9), (9, 11)):
         mask = MASK[:, start:end]
-        part = Marked(mask)
+        part = VisualExpertInputs(mask)
         if kind == "deepstack":
             spread = torch.zeros(3, *MASK.shape, WIDTH)
-            spread[:, MASK] = seen.depths
-            part = Stacked(mask, spread[:, :, start:end][:, mask])
-        pieces.append(model(IDS[:, start:end], cache=cache, pictures=part if mask.any() else None))
+            spread[:, MASK] = seen.features
+            part = DeepStackInputs(mask, spread[:, :, start:end][:, mask])
+        pieces.append(model(IDS[:, start:end], cache=cache, fusion_inputs=part if mask.any() else None))
     assert relative(torch.cat(pieces, 1), whole) <= 1e-5
 
 
@@ -300,7 +326,7 @@ def test_pictures_in_pieces_through_a_cache(kind):
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 3))
-def test_plans_are_those_of_the_processors(rows, each):
+def test_plans_match_transformers_processors(rows, each):
     here = torch.tensor(rows)
     most = int(here.sum(1).max())
     if not most:
@@ -308,7 +334,7 @@ def test_plans_are_those_of_the_processors(rows, each):
     sparse = [get_cross_attention_token_mask([int(m) for m in row], 1) for row in rows]
     dense = convert_sparse_cross_attention_mask_to_dense(sparse, [[1] * most] * len(rows), 1, 7)
     theirs = torch.from_numpy(dense)[..., 0].bool().repeat_interleave(each, -1)
-    assert torch.equal(picture_plan(here, each, joined=True).mask(7, most * each, here.device)[:, 0], theirs)
+    assert torch.equal(make_image_plan(here, each, join_adjacent=True).mask(7, most * each, here.device)[:, 0], theirs)
 
     class Tokenizer:
         eos_token_id = 9
@@ -318,14 +344,14 @@ def test_plans_are_those_of_the_processors(rows, each):
 
     last, _ = image_attention_mask_for_packed_input_ids_pt(here.long(), Tokenizer())
     theirs = (last[..., None] == torch.arange(most)).repeat_interleave(each, -1)
-    assert torch.equal(picture_plan(here, each).mask(7, most * each, here.device)[:, 0], theirs)
+    assert torch.equal(make_image_plan(here, each).mask(7, most * each, here.device)[:, 0], theirs)
 
 
 # ---- the visual expert ------------------------------------------------------------------------------------------
 
 
 def twin(model: Decoder, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """CogVLM's layer by the book: both sets of weights on every token, one result chosen by the mask."""
+    """CogVLM's layer written out: both weight sets on every token, selected by the mask."""
     at, L = mask[..., None], x.shape[1]
     rotation = model.rotary(torch.arange(L)[None])
     for i, block in enumerate(model.blocks):
@@ -354,12 +380,15 @@ def _turned(x, rotation):
 @pytest.mark.parametrize("kind", ["expert", "some"])
 @settings(max_examples=12)
 @given(data=st.data())
-def test_an_expert_is_its_plain_twin(kind, data):
+def test_visual_expert_matches_reference(kind, data):
     L = data.draw(st.integers(1, 9))
     mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=L, max_size=L), min_size=2, max_size=2)))
-    model, ids = fused(KINDS[kind]), IDS[:2, :L]
+    model, ids = make_fused(KINDS[kind]), IDS[:2, :L]
     grads = []
-    for run in (lambda: model.hidden(ids, pictures=Marked(mask)), lambda: twin(model, model.embed(ids), mask)):
+    for run in (
+        lambda: model.forward_hidden(ids, fusion_inputs=VisualExpertInputs(mask)),
+        lambda: twin(model, model.embed(ids), mask),
+    ):
         model.zero_grad()
         out = run()
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -371,10 +400,10 @@ def test_an_expert_is_its_plain_twin(kind, data):
         torch.testing.assert_close(other, grad, rtol=0, atol=1e-4 * grad.abs().max() + 1e-6, msg=name)
 
 
-def test_no_token_is_moved_or_changed_on_its_way():
+def test_routing_keeps_token_order():
     model = plain()
-    model.fuse(ExpertConfig())
-    start = model.fusion.start(torch.zeros(3, 11, WIDTH), Marked(MASK), None)
+    model.add_fusion(VisualExpertConfig())
+    start = model.fusion.start_pass(torch.zeros(3, 11, WIDTH), VisualExpertInputs(MASK), None)
     x = torch.randint(-9, 9, (3, 11, WIDTH)).float()
     own, text = model.fusion.layers["1"]["qkv"], model.blocks[1].branches["self"].op.qkv
     with torch.no_grad():  # small integers add up exactly in any order
@@ -386,61 +415,72 @@ def test_no_token_is_moved_or_changed_on_its_way():
     assert torch.equal(start.route(1)("qkv", text, x), text(x))
 
 
-MLPS = {"gated": GatedConfig(hidden=28), "experts": ExpertsConfig(count=5, active=2, hidden=12)}
+MLPS = {
+    "gated": GatedMLPConfig(intermediate_size=28),
+    "experts": MoEConfig(num_experts=5, experts_per_token=2, intermediate_size=12),
+}
 
 
 @pytest.mark.parametrize("mlp", MLPS)
-def test_an_expert_starts_as_the_text(mlp):
-    model = plain(block=config().block.with_(mlp=MLPS[mlp])).requires_grad_(False)
+def test_visual_expert_starts_as_text_weights(mlp):
+    model = plain(block=config().block.replace(mlp=MLPS[mlp])).requires_grad_(False)
     bare = deepcopy(model)
-    model.fuse(ExpertConfig())
-    assert all(p.requires_grad for p in fusion_parameters(model).values())
+    model.add_fusion(VisualExpertConfig())
+    assert all(p.requires_grad for p in get_fusion_parameters(model).values())
     assert not any(p.requires_grad for p in bare.parameters())
     wanted = bare(IDS)
     # All tokens of one kind make the very products of the plain decoder; parts of them may be summed in other order.
-    assert torch.equal(model(IDS, pictures=Marked(torch.ones_like(MASK))), wanted)
-    assert torch.equal(model(IDS, pictures=Marked(torch.zeros_like(MASK))), wanted)
+    assert torch.equal(model(IDS, fusion_inputs=VisualExpertInputs(torch.ones_like(MASK))), wanted)
+    assert torch.equal(model(IDS, fusion_inputs=VisualExpertInputs(torch.zeros_like(MASK))), wanted)
     model.double(), bare.double()
-    assert relative(model(IDS, pictures=Marked(MASK)), bare(IDS)) <= 1e-13
+    assert relative(model(IDS, fusion_inputs=VisualExpertInputs(MASK)), bare(IDS)) <= 1e-13
 
 
 # ---- what it costs ----------------------------------------------------------------------------------------------
 
 
-def counted(call) -> int:
+def count_torch_flops(call) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
 @pytest.mark.parametrize("kind", CROSS)
-def test_flops_of_cross_attention(kind):
-    model, bare, seen = fused(CROSS[kind]), plain(), pictures(CROSS[kind], plan=False)
-    full = Work.full(11, 3)
-    assert cost.flops(model, full) == cost.flops(bare, full) == counted(lambda: model(IDS, plan=Plan()))
-    across = full.across(6, 3)
-    assert cost.flops(model, across) == counted(lambda: model(IDS, plan=Plan(), pictures=seen))
-    cache = model.cache(3, 11)
-    model(IDS[:, :10], cache=cache, pictures=seen)
-    step = Work.decode(11, 3).across(6, 3).with_(context=0)
-    assert cost.flops(model, step) == counted(lambda: model(IDS[:, 10:], cache=cache))
-    held = sum(k.nbytes + v.nbytes for k, v in cache.context.kept)
-    for work in (step, Work.prefill(11, 3).across(6, 3)):
-        found, without = cost.bytes(model, work), cost.bytes(bare, work)
+def test_cross_attention_flops(kind):
+    model, bare, seen = make_fused(CROSS[kind]), plain(), pictures(CROSS[kind], plan=False)
+    full = Workload.full_attention(11, 3)
+    assert (
+        cost.count_flops(model, full)
+        == cost.count_flops(bare, full)
+        == count_torch_flops(lambda: model(IDS, plan=AttentionPlan()))
+    )
+    across = full.with_context(6, 3)
+    assert cost.count_flops(model, across) == count_torch_flops(
+        lambda: model(IDS, plan=AttentionPlan(), fusion_inputs=seen)
+    )
+    cache = model.make_cache(3, 11)
+    model(IDS[:, :10], cache=cache, fusion_inputs=seen)
+    step = Workload.decode(11, 3).with_context(6, 3).replace(context_tokens=0)
+    assert cost.count_flops(model, step) == count_torch_flops(lambda: model(IDS[:, 10:], cache=cache))
+    held = sum(k.nbytes + v.nbytes for k, v in cache.context.key_values)
+    for work in (step, Workload.prefill(11, 3).with_context(6, 3)):
+        found, without = cost.count_bytes(model, work), cost.count_bytes(bare, work)
         assert found.weights == sum(p.nbytes for p in model.parameters())
         assert found.cache == without.cache + held
     kv = sum(block.branches["cross"].op.kv.weight.nbytes for block in model.fusion.blocks)
-    added = sum(p.nbytes for p in fusion_parameters(model).values())
-    assert cost.bytes(model, step).read == cost.bytes(bare, step).read + added - kv
-    assert cost.bytes(model, Work.decode(11, 3)).read == cost.bytes(bare, Work.decode(11, 3)).read
+    added = sum(p.nbytes for p in get_fusion_parameters(model).values())
+    assert cost.count_bytes(model, step).read == cost.count_bytes(bare, step).read + added - kv
+    assert cost.count_bytes(model, Workload.decode(11, 3)).read == cost.count_bytes(bare, Workload.decode(11, 3)).read
 
 
 @pytest.mark.parametrize("kind", ["expert", "some", "deepstack"])
-def test_flops_of_the_others_are_those_of_the_text(kind):
-    model, seen, full = fused(KINDS[kind]), pictures(KINDS[kind]), Work.full(11, 3)
-    assert cost.flops(model, full) == cost.flops(plain(), full)
-    assert cost.flops(model, full) == counted(lambda: model(IDS, plan=Plan(), pictures=seen))
-    added = sum(p.nbytes for p in fusion_parameters(model).values())
-    bare = cost.bytes(plain(), full)
-    assert cost.bytes(model, full) == bare._replace(weights=bare.weights + added)
-    assert cost.bytes(model, full.with_(context=9)).read == bare.read + added
+def test_other_fusions_add_no_flops(kind):
+    model, seen, full = make_fused(KINDS[kind]), pictures(KINDS[kind]), Workload.full_attention(11, 3)
+    assert cost.count_flops(model, full) == cost.count_flops(plain(), full)
+    assert cost.count_flops(model, full) == count_torch_flops(
+        lambda: model(IDS, plan=AttentionPlan(), fusion_inputs=seen)
+    )
+    added = sum(p.nbytes for p in get_fusion_parameters(model).values())
+    bare = cost.count_bytes(plain(), full)
+    assert cost.count_bytes(model, full) == bare._replace(weights=bare.weights + added)
+    assert cost.count_bytes(model, full.replace(context_tokens=9)).read == bare.read + added

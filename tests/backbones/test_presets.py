@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vitrail.backbones.decoder import Decoder
-from vitrail.backbones.presets import DECODERS
-from vitrail.hub.families import FAMILIES
+from vitrail.backbones.presets import DECODER_PRESETS
+from vitrail.registry import FAMILIES
 
 # As the model cards' safetensors count them, tied heads once. Qwen3-0.6B and -1.7B store their tied head a second
 # time, so their cards say 752M and 2.03B.
@@ -59,7 +59,7 @@ def count(model: torch.nn.Module) -> int:
 
 def built(name: str) -> Decoder:
     with torch.device("meta"):
-        return Decoder(DECODERS[name])
+        return Decoder(DECODER_PRESETS[name])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -68,7 +68,7 @@ def test_published_counts(name):
 
 
 def test_every_released_model_has_its_count():
-    assert set(DECODERS) - set(PUBLISHED) == {"stories15m", "perf-1.1b"}
+    assert set(DECODER_PRESETS) - set(PUBLISHED) == {"stories15m", "perf-1.1b"}
 
 
 @pytest.mark.parametrize(("name", "billions"), WITHOUT_EMBEDDINGS.items())
@@ -80,25 +80,25 @@ def test_counts_without_embeddings(name, billions):
 
 def test_stories15m_fills_its_file():
     """A llama2.c file: a header of seven integers, the weights, and tables of cos and sin for 256 positions."""
-    config = DECODERS["stories15m"]
-    tables = 2 * config.context * config.rotary.head_dim // 2
+    config = DECODER_PRESETS["stories15m"]
+    tables = 2 * config.context_length * config.rotary.head_dim // 2
     assert 28 + 4 * (count(built("stories15m")) + tables) == 60_816_028
 
 
 def test_the_measured_shape():
-    config, block = DECODERS["perf-1.1b"], DECODERS["perf-1.1b"].block
-    assert (block.width, config.layers, block.mlp.hidden, config.vocab) == (2048, 16, 8192, 32_768)
-    assert (block.attention.heads, block.attention.groups) == (32, 8)
+    config, block = DECODER_PRESETS["perf-1.1b"], DECODER_PRESETS["perf-1.1b"].block
+    assert (block.width, config.layers, block.mlp.intermediate_size, config.vocab_size) == (2048, 16, 8192, 32_768)
+    assert (block.attention.heads, block.attention.num_kv_heads) == (32, 8)
     assert round(count(built("perf-1.1b")) / 1e9, 1) == 1.1
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", DECODER_PRESETS)
 def test_transformers_builds_the_same(name):
-    config = DECODERS[name]
-    family = next(row for row in FAMILIES.values() if row.model is Decoder and row.fits(config))
-    about = family.write(config)
-    explicit = config.block.attention.with_(head_dim=config.rotary.head_dim)  # which config.json always tells
-    assert family.read(about) == config.with_(block=config.block.with_(attention=explicit))
+    config = DECODER_PRESETS[name]
+    family = next(row for row in FAMILIES.values() if row.model_class is Decoder and row.supports(config))
+    about = family.to_hf_config(config)
+    explicit = config.block.attention.replace(head_dim=config.rotary.head_dim)  # which config.json always tells
+    assert family.from_hf_config(about) == config.replace(block=config.block.replace(attention=explicit))
     theirs = AutoConfig.for_model(family.name, **about)
     with torch.device("meta"):
         reference = AutoModelForCausalLM.from_config(theirs)

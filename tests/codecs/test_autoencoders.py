@@ -1,5 +1,4 @@
-"""The convolutional pair against diffusers' AutoencoderKL and VQModel: codes, variances, pixels and gradients, at odd
-sizes."""
+"""Compare the convolutional autoencoder with diffusers' AutoencoderKL and VQModel: codes, pixels and gradients."""
 
 import random
 
@@ -9,15 +8,18 @@ import torch
 from helpers import randomize, relative
 from vitrail.codecs.codec import Codec
 from vitrail.hub.autoencoders import AUTOENCODER_KL, VQ_MODEL
-from vitrail.hub.family import Family
+from vitrail.hub.checkpoint_family import CheckpointFamily
 
 diffusers = pytest.importorskip("diffusers")
-KINDS = {AUTOENCODER_KL: diffusers.AutoencoderKL, VQ_MODEL: diffusers.VQModel}  # takes seconds: not in the first test
+KINDS = {
+    AUTOENCODER_KL.name: diffusers.AutoencoderKL,
+    VQ_MODEL.name: diffusers.VQModel,
+}  # takes seconds: not in the first test
 
 CASES = 12
 
 
-def odd_net(draw: random.Random, groups: int) -> dict:
+def draw_net_config(draw: random.Random, groups: int) -> dict:
     levels = draw.randint(1, 3)
     attention = [draw.random() < 0.3 for _ in range(levels)]
     channels = draw.choice([1, 3])
@@ -36,31 +38,33 @@ def odd_net(draw: random.Random, groups: int) -> dict:
     }
 
 
-def odd(seed: int) -> dict:
-    """Settings that AutoencoderKL takes, and nobody would choose."""
+def draw_kl_config(seed: int) -> dict:
+    """Draw unusual but valid settings of AutoencoderKL."""
     draw = random.Random(seed)
-    return odd_net(draw, draw.choice([1, 2, 4])) | {
+    return draw_net_config(draw, draw.choice([1, 2, 4])) | {
         "shift_factor": draw.choice([None, 0.25]),
         "use_quant_conv": (bridge := draw.random() < 0.7),
         "use_post_quant_conv": bridge if draw.random() < 0.7 else not bridge,
     }
 
 
-def odd_vq(seed: int) -> dict:
-    """The same of VQModel, every second with modulated norms, which have 32 groups."""
+def draw_vq_config(seed: int) -> dict:
+    """Draw settings of VQModel; every second has spatial norms, which need 32 groups."""
     draw = random.Random(seed)
-    about = odd_net(draw, 32 if seed % 2 else draw.choice([1, 2, 4])) | {"num_vq_embeddings": draw.randint(2, 40)}
+    about = draw_net_config(draw, 32 if seed % 2 else draw.choice([1, 2, 4])) | {
+        "num_vq_embeddings": draw.randint(2, 40)
+    }
     if seed % 2:
         return about | {"norm_type": "spatial"}
     return about | {"vq_embed_dim": draw.choice([None, 1, 3])}
 
 
-def pair(about: dict, seed: int, family: Family = AUTOENCODER_KL) -> tuple[torch.nn.Module, Codec]:
-    theirs = randomize(KINDS[family](**about), seed, spread=0.3).eval()
-    config = family.read(about)
+def make_pair(about: dict, seed: int, family: CheckpointFamily = AUTOENCODER_KL) -> tuple[torch.nn.Module, Codec]:
+    theirs = randomize(KINDS[family.name](**about), seed, spread=0.3).eval()
+    config = family.from_hf_config(about)
     state, ours = theirs.state_dict(), {}
-    for move in family.moves(config):
-        ours |= zip(move.ours, move.pull([state.pop(name) for name in move.theirs]), strict=True)
+    for move in family.tensor_rules(config):
+        ours |= zip(move.native, move.load([state.pop(name) for name in move.hf]), strict=True)
     assert not state
     codec = Codec(config).eval()
     codec.load_state_dict(ours)
@@ -68,14 +72,14 @@ def pair(about: dict, seed: int, family: Family = AUTOENCODER_KL) -> tuple[torch
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_equals_diffusers_with_gradients(seed):
-    """In float64, where what differs is not rounding."""
-    about = odd(seed)
-    theirs, codec = (model.double() for model in pair(about, seed))
-    pixels = some_pixels(codec, seed).double()
+def test_matches_diffusers_with_gradients(seed):
+    """Compare in float64, so that rounding does not matter."""
+    about = draw_kl_config(seed)
+    theirs, codec = (model.double() for model in make_pair(about, seed))
+    pixels = draw_pixels(codec, seed).double()
     mine, other = pixels.clone().requires_grad_(), pixels.clone().requires_grad_()
 
-    read = codec.into(codec.features(mine))  # mean and log-variance, (B, h, w, 2d)
+    read = codec.pre_quant_proj(codec.forward_features(mine))  # mean and log-variance, (B, h, w, 2d)
     drawn = theirs.encode(other).latent_dist
     mean, log = read.movedim(-1, 1).chunk(2, 1)
     assert relative(mean, drawn.mean) < 1e-11
@@ -87,26 +91,26 @@ def test_equals_diffusers_with_gradients(seed):
     again.square().sum().backward()
     reference.square().sum().backward()
     assert relative(mine.grad, other.grad) < 1e-9
-    same_slopes(theirs, codec, AUTOENCODER_KL)
+    assert_same_gradients(theirs, codec, AUTOENCODER_KL)
 
 
-def same_slopes(theirs: torch.nn.Module, codec: Codec, family: Family, but: str = "") -> None:
+def assert_same_gradients(theirs: torch.nn.Module, codec: Codec, family: CheckpointFamily, but: str = "") -> None:
     slopes = {name: p.grad for name, p in codec.named_parameters()}
     state = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in theirs.named_parameters()}
     largest = max(slope.abs().max().item() for slope in state.values())
-    for move in family.moves(codec.config):
-        if but and but in move.theirs:
+    for move in family.tensor_rules(codec.config):
+        if but and but in move.hf:
             continue
-        for name, slope in zip(move.ours, move.pull([state[name] for name in move.theirs]), strict=True):
+        for name, slope in zip(move.native, move.load([state[name] for name in move.hf]), strict=True):
             own = slopes[name] if slopes[name] is not None else torch.zeros_like(slope)
             assert (own - slope).abs().max().item() < 1e-9 * largest, name
 
 
 @torch.no_grad()
-def test_equals_diffusers_in_float32():
+def test_matches_diffusers_in_float32():
     for seed in range(CASES):
-        theirs, codec = pair(odd(seed), seed)
-        pixels = some_pixels(codec, seed)
+        theirs, codec = make_pair(draw_kl_config(seed), seed)
+        pixels = draw_pixels(codec, seed)
         drawn = theirs.encode(pixels).latent_dist
         codes = codec.encode(pixels).codes
         assert relative(codes.movedim(-1, 1), drawn.mean) < 1e-5
@@ -114,10 +118,10 @@ def test_equals_diffusers_in_float32():
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_a_codebook_equals_diffusers_with_gradients(seed):
-    """In float64, but for the codes, which are kept in float32."""
-    theirs, codec = (model.double() for model in pair(odd_vq(seed), seed, VQ_MODEL))
-    pixels = some_pixels(codec, seed).double()
+def test_vq_matches_diffusers_with_gradients(seed):
+    """Compare in float64, except for codes, which stay in float32."""
+    theirs, codec = (model.double() for model in make_pair(draw_vq_config(seed), seed, VQ_MODEL))
+    pixels = draw_pixels(codec, seed).double()
     mine, other = pixels.clone().requires_grad_(), pixels.clone().requires_grad_()
     again, found = codec(mine)
     features = theirs.encode(other).latents
@@ -130,12 +134,12 @@ def test_a_codebook_equals_diffusers_with_gradients(seed):
     (reference.sample.square().sum() + reference.commit_loss).backward()
     assert relative(mine.grad, other.grad) < 1e-9
     codes = "quantize.embedding.weight"
-    same_slopes(theirs, codec, VQ_MODEL, but=codes)
+    assert_same_gradients(theirs, codec, VQ_MODEL, but=codes)
     assert relative(codec.quantizer.learned.grad, theirs.quantize.embedding.weight.grad) < 1e-5
 
 
-def test_a_code_scales_and_shifts_the_places_that_it_stands_for_and_no_others():
-    _, codec = pair(odd_vq(1), 1, VQ_MODEL)
+def test_spatial_norm_modulates_only_its_positions():
+    _, codec = make_pair(draw_vq_config(1), 1, VQ_MODEL)
     norm = codec.decoder.norm
     x, codes = torch.randn(1, norm.norm.num_channels, 4, 6), torch.randn(1, norm.scale.in_channels, 2, 3)
     moved = codes.clone()
@@ -144,16 +148,18 @@ def test_a_code_scales_and_shifts_the_places_that_it_stands_for_and_no_others():
     assert changed[2:, 4:].all() and changed.sum() == 4
 
 
-def some_pixels(codec: Codec, seed: int) -> torch.Tensor:
+def draw_pixels(codec: Codec, seed: int) -> torch.Tensor:
     h, w = random.Random(seed).choice([(2, 2), (2, 3), (5, 2)])
-    return torch.randn(2, codec.config.net.channels, h * codec.factor, w * codec.factor)
+    return torch.randn(2, codec.config.net.channels, h * codec.downsample_factor, w * codec.downsample_factor)
 
 
-def test_a_sample_has_the_mean_and_the_variance():
-    _, codec = pair(odd(3), 3)
-    pixels = torch.randn(1, codec.config.net.channels, codec.factor, codec.factor).expand(4000, -1, -1, -1)
+def test_kl_samples_have_predicted_mean_and_variance():
+    _, codec = make_pair(draw_kl_config(3), 3)
+    pixels = torch.randn(1, codec.config.net.channels, codec.downsample_factor, codec.downsample_factor).expand(
+        4000, -1, -1, -1
+    )
     with torch.no_grad():
-        features = codec.into(codec.features(pixels[:1])).expand(4000, -1, -1, -1)
+        features = codec.pre_quant_proj(codec.forward_features(pixels[:1])).expand(4000, -1, -1, -1)
         mean, log = features.chunk(2, -1)
         codec.quantizer.train()
         drawn = codec.quantizer(features).codes
@@ -161,9 +167,9 @@ def test_a_sample_has_the_mean_and_the_variance():
     torch.testing.assert_close(drawn.std(0), (log[0] / 2).exp(), rtol=0.1, atol=1e-6)
 
 
-def test_settings_survive_the_way_there_and_back():
-    for family, settings in ((AUTOENCODER_KL, odd), (VQ_MODEL, odd_vq)):
+def test_config_round_trip():
+    for family, settings in ((AUTOENCODER_KL, draw_kl_config), (VQ_MODEL, draw_vq_config)):
         for seed in range(40):
-            config = family.read(settings(seed))
-            assert family.fits(config), settings(seed)
-            assert family.read(family.write(config)) == config
+            config = family.from_hf_config(settings(seed))
+            assert family.supports(config), settings(seed)
+            assert family.from_hf_config(family.to_hf_config(config)) == config

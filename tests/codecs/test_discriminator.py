@@ -1,4 +1,4 @@
-"""The patch discriminator, against VQGAN's written out."""
+"""PatchGAN discriminator, compared with a written-out VQGAN discriminator."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from vitrail.codecs.discriminator import Discriminator, DiscriminatorConfig
 from vitrail.errors import ConfigError, ImageError
-from vitrail.objectives.adversarial import GAMES
+from vitrail.objectives.adversarial import GAN_LOSSES
 
 
 def vqgan(width, layers):
@@ -29,7 +29,7 @@ def ordered(network: Discriminator) -> list[nn.Module]:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5])
 @pytest.mark.parametrize("training", [True, False])
-def test_it_is_that_of_vqgan(layers, training):
+def test_matches_vqgan(layers, training):
     ours = Discriminator(DiscriminatorConfig(width=8, layers=layers)).train(training)
     theirs = vqgan(8, layers).train(training)
     named = [m for m in theirs if not isinstance(m, nn.LeakyReLU)]
@@ -39,14 +39,14 @@ def test_it_is_that_of_vqgan(layers, training):
     torch.testing.assert_close(ours(pixels), theirs(pixels))
 
 
-def test_how_it_starts():
+def test_initialization():
     network = Discriminator()
     assert network(torch.zeros(2, 3, 256, 256)).shape == (2, 1, 30, 30)
     weights = torch.cat([conv.weight.flatten() for conv in network.convs])
     assert abs(weights.std() - 0.02) < 1e-3 and abs(weights.mean()) < 1e-3
 
 
-def test_a_judgement_is_of_70_pixels():
+def test_receptive_field_is_70_pixels():
     network = Discriminator(DiscriminatorConfig(width=4, norm="none")).eval()
     pixels = torch.rand(1, 3, 256, 256, requires_grad=True)
     network(pixels)[0, 0, 15, 15].backward()
@@ -54,31 +54,33 @@ def test_a_judgement_is_of_70_pixels():
     assert rows[-1] - rows[0] + 1 == 70
 
 
-def test_groups_do_not_mix_pictures():
+def test_group_norm_does_not_mix_images():
     network = Discriminator(DiscriminatorConfig(width=16, norm="group"))
     pixels = torch.rand(3, 3, 32, 32)
     torch.testing.assert_close(network(pixels)[1:2], network(pixels[1:2]))
 
 
-def test_it_can_be_won():
+def test_discriminator_learns():
     network = Discriminator(DiscriminatorConfig(width=8, layers=2))
     optimizer = torch.optim.Adam(network.parameters(), 2e-3)
     for _ in range(30):
         real, drawn = torch.rand(8, 3, 16, 16).round() * 2 - 1, torch.rand(8, 3, 16, 16) * 2 - 1
-        loss = GAMES["hinge"].discriminator(network(real), network(drawn))
+        loss = GAN_LOSSES["hinge"].discriminator(network(real), network(drawn))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     assert loss < 0.6  # 1 for one that knows nothing
 
 
-def test_what_it_cannot_judge():
+def test_invalid_inputs_raise():
     network = Discriminator(DiscriminatorConfig(width=4))
     assert network(torch.zeros(2, 3, 24, 24)).shape == (2, 1, 1, 1)
     for shape in ((2, 3, 23, 24), (2, 1, 24, 24), (3, 24, 24)):
-        with pytest.raises(ImageError, match="cannot judge"):
+        with pytest.raises(ImageError, match="pixels have shape"):
             network(torch.zeros(shape))
     with pytest.raises(ConfigError, match="groups"):
         DiscriminatorConfig(width=8, norm="group")
-    with pytest.raises(ConfigError, match="discriminator of 3 channels"):
+    with pytest.raises(ConfigError, match="channels is 0"):
+        DiscriminatorConfig(channels=0)
+    with pytest.raises(ConfigError, match="layers is 0"):
         DiscriminatorConfig(layers=0)

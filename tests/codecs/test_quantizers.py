@@ -1,4 +1,4 @@
-"""What all quantizers promise: ids and codes are one, gradients pass, widths and types hold, bad input is named."""
+"""Common behaviour of all quantizers: lookup, gradients, dtypes, and validation."""
 
 import copy
 import math
@@ -10,35 +10,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.codecs import quantizers
-from vitrail.codecs.packing import pack, unpack
+from vitrail.codecs.bit_packing import pack_ids, unpack_ids
 from vitrail.codecs.quantizers import (
     BSQ,
     FSQ,
     IBQ,
     KL,
     LFQ,
-    QUANTIZERS,
     VQ,
-    Continuous,
     GroupedVQ,
+    IdentityQuantizer,
     QuantizerConfig,
     ResidualVQ,
     SimVQ,
     make_quantizer,
-    usage,
 )
 from vitrail.config import Config
 from vitrail.errors import ConfigError, DataError
+from vitrail.registry import QUANTIZERS
 
 MAKERS = {
-    "vq": lambda: VQ(codes=50, dim=6),
-    "vq gradient": lambda: VQ(codes=64, dim=6, learn="gradient", revive=0.1, through="rotation"),
-    "vq cosine": lambda: VQ(codes=64, dim=6, metric="cosine"),
-    "vq cosine gradient": lambda: VQ(codes=64, dim=6, metric="cosine", learn="gradient"),
-    "residual": lambda: ResidualVQ(codes=16, dim=6, layers=3),
-    "grouped": lambda: GroupedVQ(codes=16, dim=6, groups=2),
-    "simvq": lambda: SimVQ(codes=64, dim=6),
-    "ibq": lambda: IBQ(codes=64, dim=6),
+    "vq": lambda: VQ(codebook_size=50, dim=6),
+    "vq gradient": lambda: VQ(
+        codebook_size=64, dim=6, codebook_update="gradient", dead_code_threshold=0.1, gradient_estimator="rotation"
+    ),
+    "vq cosine": lambda: VQ(codebook_size=64, dim=6, metric="cosine"),
+    "vq cosine gradient": lambda: VQ(codebook_size=64, dim=6, metric="cosine", codebook_update="gradient"),
+    "residual": lambda: ResidualVQ(codebook_size=16, dim=6, layers=3),
+    "grouped": lambda: GroupedVQ(codebook_size=16, dim=6, groups=2),
+    "simvq": lambda: SimVQ(codebook_size=64, dim=6),
+    "ibq": lambda: IBQ(codebook_size=64, dim=6),
     "fsq": lambda: FSQ(levels=(8, 8, 8, 5, 5, 5)),
     "lfq": lambda: LFQ(bits=18),
     "bsq": lambda: BSQ(bits=28),
@@ -52,7 +53,7 @@ def q(request):
     return MAKERS[request.param]()
 
 
-def test_one_made_without_weights_is_whole_once_they_are_loaded(q):
+def test_meta_device_construction_and_loading(q):
     x = torch.randn(20, q.dim)
     q(x)  # some learn from a first batch
     twin = copy.deepcopy(q).to("meta").to_empty(device="cpu")
@@ -60,24 +61,24 @@ def test_one_made_without_weights_is_whole_once_they_are_loaded(q):
     assert torch.equal(twin.eval()(x).ids, q.eval()(x).ids)
 
 
-def test_lookup_gives_the_codes_back_bit_for_bit(q):
+def test_lookup_equals_codes(q):
     x = torch.randn(3, 5, q.dim) * 2
     q(x)  # one training step, where there is one
     q.eval()
     found = q(x)
-    shape = (3, 5) if len(q.sizes) == 1 else (3, 5, len(q.sizes))
+    shape = (3, 5) if len(q.vocab_sizes) == 1 else (3, 5, len(q.vocab_sizes))
     assert found.ids.shape == shape and found.ids.dtype == torch.int64
     assert found.codes.shape == (3, 5, q.width) and found.codes.dtype == x.dtype
     assert torch.equal(q.lookup(found.ids), found.codes)
     assert torch.equal(q(x.reshape(15, -1)).ids.view(shape), found.ids)  # whatever the axes
     assert all(loss.ndim == 0 and loss.isfinite() for loss in found.losses.values())
-    bits = quantizers.bits_of(q.sizes[0])
-    assert bits * len(q.sizes) == q.bits
-    assert torch.equal(unpack(pack(found.ids, bits), bits, found.ids.numel()).view(shape), found.ids)
+    bits = quantizers.bits_per_id(q.vocab_sizes[0])
+    assert bits * len(q.vocab_sizes) == q.bits
+    assert torch.equal(unpack_ids(pack_ids(found.ids, bits), bits, found.ids.numel()).view(shape), found.ids)
 
 
-def test_codes_keep_their_ids(q):
-    """What was quantized once is not changed by quantizing again."""
+def test_quantizing_codes_is_idempotent(q):
+    """Quantizing codes again gives the same ids."""
     q.eval()
     first = q(torch.randn(40, q.dim) * 2)
     if isinstance(q, ResidualVQ | FSQ | IBQ):  # the sum of layers may have a nearer one; FSQ reads before its bound
@@ -96,7 +97,7 @@ def test_gradients_reach_the_input(q):
         assert sum(g.abs().sum() for g in gradient) > 0, name
 
 
-def test_half_precision_and_a_cast_model(q):
+def test_half_precision_input_and_model(q):
     x = torch.randn(200, q.dim).bfloat16()
     with torch.no_grad():
         q(x)
@@ -113,8 +114,8 @@ def test_half_precision_and_a_cast_model(q):
     assert all(loss.dtype == torch.float32 for loss in found.losses.values())
 
 
-def test_buffers_from_a_file_of_half_precision_are_whole(q):
-    """Or running means would stand still, and `lookup` would give another type than it says."""
+def test_buffers_stay_float32_after_loading_half_precision(q):
+    """Half-precision running means would not change, and `lookup` would return another dtype."""
     half = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in q.state_dict().items()}
     kinds = {name: b.dtype for name, b in q.named_buffers()}
     q.load_state_dict(half, assign=True)
@@ -122,7 +123,7 @@ def test_buffers_from_a_file_of_half_precision_are_whole(q):
     assert all(torch.equal(b, half[name].to(b.dtype)) for name, b in q.named_buffers() if name in half)
 
 
-def test_state_survives_saving(q):
+def test_state_dict_round_trip(q):
     x = torch.randn(300, q.dim)
     q(x)
     other = type(q)(q.config)
@@ -133,35 +134,35 @@ def test_state_survives_saving(q):
     assert all(torch.equal(u, v) for u, v in zip(q.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-def test_no_vectors_at_all(q):
+def test_empty_input(q):
     found = q(torch.randn(0, 4, q.dim))
     assert found.codes.shape == (0, 4, q.dim) and found.ids.shape[:2] == (0, 4)
     assert all(loss.isfinite() for loss in found.losses.values())
     assert all(b.isfinite().all() for b in q.buffers())
 
 
-def test_bad_input_is_named(q):
+def test_invalid_input_raises(q):
     name = type(q).__name__
-    with pytest.raises(ConfigError, match=f"{name} reads vectors of {q.dim} numbers"):
+    with pytest.raises(ConfigError, match=f"{name} needs vectors of width {q.dim}"):
         q(torch.randn(2, q.dim + 1))
     with pytest.raises(ConfigError, match="not torch"):
         q(torch.ones(2, q.dim, dtype=torch.int64))
     x = torch.randn(4, q.dim)
     x[1, 0], x[3, 0] = math.nan, math.inf
-    with pytest.raises(DataError, match=f"2 of 4 vectors given to {name} hold nan or infinity"):
+    with pytest.raises(DataError, match=f"2 of 4 input vectors of {name} contain NaN or infinity"):
         q.eval()(x)
     ids = q(torch.randn(4, q.dim)).ids
     with pytest.raises(DataError, match="outside 0 …"):
         q.lookup(-1 - ids)
-    if q.sizes[0] < 2**62:
-        with pytest.raises(DataError, match=f"such as {q.sizes[0]}"):
-            q.lookup(torch.full_like(ids, q.sizes[0]))
-    with pytest.raises(ConfigError, match="integers, not"):
+    if q.vocab_sizes[0] < 2**62:
+        with pytest.raises(DataError, match=f"for example {q.vocab_sizes[0]}"):
+            q.lookup(torch.full_like(ids, q.vocab_sizes[0]))
+    with pytest.raises(ConfigError, match="not an integer type"):
         q.lookup(ids.float())
 
 
 @pytest.mark.parametrize("name", [n if n in ("vq", "bsq") else pytest.param(n, marks=pytest.mark.slow) for n in MAKERS])
-def test_compiled_without_a_break(name):
+def test_compiles_without_graph_break(name):
     torch.compiler.reset()
     q = MAKERS[name]()
     q(torch.randn(300, q.dim))  # k-means, once
@@ -174,19 +175,19 @@ def test_compiled_without_a_break(name):
     sum(found.losses.values(), found.codes.sum()).backward()
 
 
-def test_recipes_name_a_quantizer(q):
+def test_config_from_recipe_tables(q):
     class Recipe(Config):
         quantizer: QuantizerConfig
 
     recipe = Recipe(quantizer=q.config)
-    again = Recipe.read(recipe.plain())
+    again = Recipe.from_dict(recipe.to_dict())
     assert again == recipe
     made = make_quantizer(again.quantizer)
-    assert type(made) is type(q) and made.sizes == q.sizes
+    assert type(made) is type(q) and made.vocab_sizes == q.vocab_sizes
 
 
-def test_every_quantizer_is_made_by_its_own_config():
-    assert len({kind.Config for kind in QUANTIZERS}) == len(QUANTIZERS)
+def test_make_quantizer_matches_config():
+    assert len({kind.Config for kind in QUANTIZERS.values()}) == len(QUANTIZERS)
 
 
 # ---- ids -----------------------------------------------------------------------------------------------------------
@@ -194,8 +195,8 @@ def test_every_quantizer_is_made_by_its_own_config():
 
 @given(st.integers(1, 63), st.data())
 @settings(max_examples=150)
-def test_binary_ids_are_exact_at_every_width(bits, data):
-    """Against Python's integers. Summed in float32, 82 of 100 random 28-bit ids are wrong."""
+def test_binary_ids_are_exact(bits, data):
+    """Compare with Python integers. Summed in float32, 82 of 100 random 28-bit ids are wrong."""
     wanted = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=1, max_size=5))
     for q in (BSQ(bits=bits), LFQ(bits=bits)):
         codes = q.lookup(torch.tensor(wanted))
@@ -204,13 +205,13 @@ def test_binary_ids_are_exact_at_every_width(bits, data):
         ]
         assert q(codes).ids.tolist() == wanted
         groups = data.draw(st.sampled_from([g for g in range(1, bits + 1) if bits % g == 0]))
-        parts = q.split(torch.tensor(wanted), groups)
-        assert parts.shape == (len(wanted), groups) and math.prod(q.groups(groups)) == 2**bits
+        parts = q.split_ids(torch.tensor(wanted), groups)
+        assert parts.shape == (len(wanted), groups) and math.prod(q.group_sizes(groups)) == 2**bits
         each = bits // groups
         assert parts.tolist() == [
             [value >> each * g & 2**each - 1 for g in reversed(range(groups))] for value in wanted
         ]
-        assert q.join(parts).tolist() == wanted
+        assert q.join_ids(parts).tolist() == wanted
 
 
 def test_ids_of_28_bits_need_more_than_float32():
@@ -227,7 +228,7 @@ def test_ids_of_28_bits_need_more_than_float32():
 def test_fsq_ids_are_mixed_radix_numbers(levels, data):
     q = FSQ(levels=tuple(levels))
     size = math.prod(levels)
-    assert q.sizes == (size,) and 2**q.bits >= size > 2 ** (q.bits - 1) - (size == 1)
+    assert q.vocab_sizes == (size,) and 2**q.bits >= size > 2 ** (q.bits - 1) - (size == 1)
     wanted = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=5))
     ids = torch.tensor(wanted)
     codes = q.lookup(ids)
@@ -236,41 +237,41 @@ def test_fsq_ids_are_mixed_radix_numbers(levels, data):
     for level in levels:
         digits.append(value % level)
         value = value // level
-    assert torch.equal(q.split(ids, len(levels)), torch.stack(digits, -1))
+    assert torch.equal(q.split_ids(ids, len(levels)), torch.stack(digits, -1))
     assert torch.equal((codes * torch.tensor(levels).div(2, rounding_mode="floor")).round().long(),
                        torch.stack(digits, -1) - torch.tensor(levels) // 2)  # fmt: skip
     groups = data.draw(st.sampled_from([g for g in range(1, len(levels) + 1) if len(levels) % g == 0]))
-    parts = q.split(ids, groups)
-    assert all(parts[..., g].max() < size for g, size in enumerate(q.groups(groups)))
-    assert torch.equal(q.join(parts), ids)
+    parts = q.split_ids(ids, groups)
+    assert all(parts[..., g].max() < size for g, size in enumerate(q.group_sizes(groups)))
+    assert torch.equal(q.join_ids(parts), ids)
 
 
 @pytest.mark.parametrize("levels", [(8, 8, 8, 5, 5, 5), (3,), (2, 7), (1500, 4)])
-def test_fsq_reaches_every_level_and_no_more(levels):
+def test_fsq_reaches_every_level(levels):
     q = FSQ(levels=levels)
     x = torch.linspace(-20, 20, 40_001)[:, None].expand(-1, len(levels))
     found = q(x)
-    for digit, level in zip(q.split(found.ids, len(levels)).unbind(-1), levels, strict=True):
+    for digit, level in zip(q.split_ids(found.ids, len(levels)).unbind(-1), levels, strict=True):
         assert (digit.diff() >= 0).all() and digit.unique().numel() == level
-    assert q.groups(1) == q.sizes
+    assert q.group_sizes(1) == q.vocab_sizes
 
 
-def test_vq_ids_split_by_bits_or_not_at_all():
-    q = VQ(codes=4096, dim=2)
+def test_vq_ids_split_by_bits():
+    q = VQ(codebook_size=4096, dim=2)
     ids = torch.arange(4096)
-    assert q.groups(3) == (16, 16, 16) and torch.equal(q.join(q.split(ids, 3)), ids)
+    assert q.group_sizes(3) == (16, 16, 16) and torch.equal(q.join_ids(q.split_ids(ids, 3)), ids)
     with pytest.raises(ConfigError, match="cannot be split into 5"):
-        q.split(ids, 5)
-    odd = VQ(codes=1000, dim=2)
-    assert odd.bits == 10 and torch.equal(odd.join(odd.split(ids[:1000], 1)), ids[:1000])
+        q.split_ids(ids, 5)
+    odd = VQ(codebook_size=1000, dim=2)
+    assert odd.bits == 10 and torch.equal(odd.join_ids(odd.split_ids(ids[:1000], 1)), ids[:1000])
     with pytest.raises(ConfigError, match="choose from 1"):
-        odd.split(ids[:1000], 2)
+        odd.split_ids(ids[:1000], 2)
     with pytest.raises(DataError, match="parts of VQ's ids are outside"):
-        q.join(torch.tensor([[16, 0, 0]]))
+        q.join_ids(torch.tensor([[16, 0, 0]]))
 
 
-def test_published_orders_of_bits():
-    """BSQ and LFQ: the first dimension is the highest bit; FSQ: the lowest digit."""
+def test_bit_order():
+    """BSQ and LFQ: the first dimension is the highest bit. FSQ: it is the lowest digit."""
     x = -torch.ones(1, 4)
     x[0, 0] = 1.0
     assert BSQ(bits=4)(x).ids.item() == LFQ(bits=4)(x).ids.item() == 8
@@ -288,7 +289,7 @@ def test_straight_through_is_the_identity(name):
     assert torch.equal(x.grad, g)
 
 
-def test_bsq_passes_the_gradient_of_the_sphere():
+def test_bsq_gradient_is_that_of_normalization():
     q = BSQ(bits=5)
     x, g = torch.randn(7, 5, requires_grad=True, dtype=torch.double), torch.randn(7, 5, dtype=torch.double)
     (ours,) = torch.autograd.grad((q(x).codes * g).sum(), x)
@@ -297,7 +298,7 @@ def test_bsq_passes_the_gradient_of_the_sphere():
     assert torch.allclose(q(x).codes.norm(dim=-1), torch.ones(7, dtype=torch.double))
 
 
-def test_fsq_passes_the_gradient_of_its_bound():
+def test_fsq_gradient_is_that_of_its_bound():
     q = FSQ(levels=(8, 5))
     x = torch.randn(9, 2, dtype=torch.double, requires_grad=True)
     (ours,) = torch.autograd.grad(q(x).codes.sum(), x)
@@ -308,7 +309,7 @@ def test_fsq_passes_the_gradient_of_its_bound():
 
 
 def test_rotation_trick_against_its_definition():
-    q = VQ(codes=12, dim=5, through="rotation", start=0).eval()
+    q = VQ(codebook_size=12, dim=5, gradient_estimator="rotation", kmeans_iters=0).eval()
     x, g = torch.randn(6, 5, dtype=torch.double, requires_grad=True), torch.randn(6, 5, dtype=torch.double)
     found = q(x)
     (ours,) = torch.autograd.grad((found.codes * g).sum(), x)
@@ -325,9 +326,13 @@ def test_rotation_trick_against_its_definition():
         torch.testing.assert_close(ours[i], scale * R.T @ g[i])
 
 
-def test_ibq_against_all_soft_choices_at_once():
+def test_ibq_matches_dense_soft_assignment():
     torch.manual_seed(0)
-    q, x, g = IBQ(codes=20, dim=4, sharpness=2.0), torch.randn(9, 4, requires_grad=True), torch.randn(9, 4)
+    q, x, g = (
+        IBQ(codebook_size=20, dim=4, inv_temperature=2.0),
+        torch.randn(9, 4, requires_grad=True),
+        torch.randn(9, 4),
+    )
     found = q(x)
     loss = (found.codes * g).sum() + 3 * found.losses["entropy"]
     ours = torch.autograd.grad(loss, [x, q.codebook])
@@ -348,7 +353,7 @@ def test_ibq_against_all_soft_choices_at_once():
 
 def test_continuous_and_kl():
     x = torch.randn(3, 8)
-    q = Continuous(dim=8)
+    q = IdentityQuantizer(dim=8)
     assert torch.equal(q(x).codes, x) and q(x).ids is None and q(x).losses == {} and q.bits == 0
     with pytest.raises(ConfigError, match="no ids"):
         q.lookup(torch.tensor([0]))
@@ -365,26 +370,21 @@ def test_continuous_and_kl():
     torch.testing.assert_close(many.std(0), (log / 2).exp(), rtol=0.1, atol=0)
 
 
-def test_usage():
-    assert usage(torch.tensor([[0, 1], [2, 3]])) == (4, pytest.approx(4))
-    assert usage(torch.tensor([5, 5, 5])) == (1, pytest.approx(1))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: BSQ(bits=64),
-        lambda: LFQ(bits=18, group=4),
+        lambda: LFQ(bits=18, entropy_group_size=4),
         lambda: FSQ(levels=(8, 1)),
         lambda: FSQ(levels=(2,) * 64),
-        lambda: VQ(codes=0, dim=3),
-        lambda: VQ(codes=8, dim=3, decay=1.0),
-        lambda: VQ(codes=8, dim=3, metric="cosin"),
-        lambda: GroupedVQ(codes=8, dim=5, groups=2),
-        lambda: ResidualVQ(codes=8, dim=4, metric="cosine"),
+        lambda: VQ(codebook_size=0, dim=3),
+        lambda: VQ(codebook_size=8, dim=3, ema_decay=1.0),
+        lambda: VQ(codebook_size=8, dim=3, metric="cosin"),
+        lambda: GroupedVQ(codebook_size=8, dim=5, groups=2),
+        lambda: ResidualVQ(codebook_size=8, dim=4, metric="cosine"),
         lambda: KL(width=0),
     ],
 )
-def test_configs_that_cannot_be(make):
+def test_invalid_configs_raise(make):
     with pytest.raises(ConfigError):
         make()

@@ -1,30 +1,32 @@
-"""Two and three processes with unequal batches against one with all of it: losses, gradients, codebooks, revival."""
+"""Several processes with unequal batches equal one process with the whole batch: losses, gradients, codebooks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from train import ranks
+from training import ranks
 from vitrail.codecs.quantizers import BSQ, IBQ, LFQ, VQ, GroupedVQ, ResidualVQ
 
 pytestmark = pytest.mark.slow
 
 MAKERS = {
-    "vq": lambda: VQ(codes=12, dim=6, decay=0.8, start=4, revive=0.3),
-    "vq gradient": lambda: VQ(codes=12, dim=6, decay=0.8, start=4, revive=0.3, learn="gradient"),
-    "vq cosine": lambda: VQ(codes=12, dim=6, decay=0.8, start=4, metric="cosine"),
-    "residual": lambda: ResidualVQ(codes=8, dim=6, layers=2, revive=0.2),
-    "grouped": lambda: GroupedVQ(codes=8, dim=6, groups=2),
-    "lfq": lambda: LFQ(bits=6, sharpness=1.0),
-    "lfq group": lambda: LFQ(bits=6, sharpness=1.0, group=6),
-    "bsq": lambda: BSQ(bits=6, sharpness=5.0, group=2),
-    "ibq": lambda: IBQ(codes=12, dim=6, sharpness=2.0),
+    "vq": lambda: VQ(codebook_size=12, dim=6, ema_decay=0.8, kmeans_iters=4, dead_code_threshold=0.3),
+    "vq gradient": lambda: VQ(
+        codebook_size=12, dim=6, ema_decay=0.8, kmeans_iters=4, dead_code_threshold=0.3, codebook_update="gradient"
+    ),
+    "vq cosine": lambda: VQ(codebook_size=12, dim=6, ema_decay=0.8, kmeans_iters=4, metric="cosine"),
+    "residual": lambda: ResidualVQ(codebook_size=8, dim=6, layers=2, dead_code_threshold=0.2),
+    "grouped": lambda: GroupedVQ(codebook_size=8, dim=6, groups=2),
+    "lfq": lambda: LFQ(bits=6, inv_temperature=1.0),
+    "lfq group": lambda: LFQ(bits=6, inv_temperature=1.0, entropy_group_size=6),
+    "bsq": lambda: BSQ(bits=6, inv_temperature=5.0, entropy_group_size=2),
+    "ibq": lambda: IBQ(codebook_size=12, dim=6, inv_temperature=2.0),
 }
 
 
 def steps(q, batches, own, chance):
-    """A few steps → losses, gradients of inputs and weights, state; each rank's losses weighed by its share."""
-    told = []
+    """Run a few steps; return losses, gradients of inputs and weights, and state. Losses are weighted by batch size."""
+    result = []
     for step, batch in enumerate(batches):
         torch.manual_seed(chance + step)
         x = batch[own].clone().requires_grad_()
@@ -33,11 +35,11 @@ def steps(q, batches, own, chance):
         share = len(x) / len(batch)
         losses = {name: loss * share for name, loss in found.losses.items()}
         gradients = torch.autograd.grad(sum(losses.values()), [x, *weights], allow_unused=True)
-        told.append((found.ids, losses, gradients))
-    return told
+        result.append((found.ids, losses, gradients))
+    return result
 
 
-def alike(name, sizes, seed):
+def assert_close(name, sizes, seed):
     rank = dist.get_rank()
     torch.manual_seed(seed)
     batches = [torch.randn(sum(sizes), 6, dtype=torch.double) for _ in range(4)]
@@ -71,12 +73,12 @@ def alike(name, sizes, seed):
         close(a, b)
 
 
-def all_alike(sizes):
+def assert_all_close(sizes):
     for name in MAKERS:
         for seed in (0, 1):
-            alike(name, sizes, seed)
+            assert_close(name, sizes, seed)
 
 
 @pytest.mark.parametrize("sizes", [(40, 17), (5, 61, 23), (30, 0, 30)])
-def test_ranks_equal_one_process(sizes):
-    ranks.run(len(sizes), all_alike, sizes)
+def test_ranks_match_one_process(sizes):
+    ranks.run(len(sizes), assert_all_close, sizes)

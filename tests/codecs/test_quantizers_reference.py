@@ -1,11 +1,12 @@
-"""Against vector-quantize-pytorch, with one codebook and one input: ids, codes, losses, and codebooks after steps.
+"""Compare with vector-quantize-pytorch for one codebook and one input: ids, codes, losses, and codebooks after steps.
 
-Where the two define things differently, on purpose:
+Intended differences:
 
-- VQ: ours does not smooth the counts of use, so a code that is never used stays where it is (theirs drifts to 0); the
-  difference is 1e-5 a step. Commitment is not weighted here; theirs has rotation on unless told otherwise.
-- Residual VQ: the gradient passes once; theirs passes once a layer, so it grows with their number.
-- LFQ: logarithms are exact here, theirs stop at 1e-5. The batch's entropy is taken over bits unless `group` says so.
+- VQ: usage counts are not smoothed here, so unused codes keep their value (in the reference they drift to 0); the
+  difference is 1e-5 a step. The commitment loss is not weighted here. The reference has rotation on by default.
+- Residual VQ: the gradient passes once; in the reference it passes once for each layer.
+- LFQ: logarithms are exact here; in the reference they are clamped at 1e-5. The batch entropy is over bits unless
+  `entropy_group_size` is set.
 - FSQ: two levels are allowed here.
 """
 
@@ -25,7 +26,7 @@ def same_codebook(ours, peer):
 @pytest.mark.parametrize("metric", ["euclid", "cosine"])
 @pytest.mark.parametrize("through", ["straight", "rotation"])
 def test_vq(metric, through):
-    ours = VQ(codes=64, dim=8, metric=metric, start=0, decay=0.8, through=through)
+    ours = VQ(codebook_size=64, dim=8, metric=metric, kmeans_iters=0, ema_decay=0.8, gradient_estimator=through)
     peer = theirs.VectorQuantize(
         8, 64, decay=0.8, use_cosine_sim=metric == "cosine", rotation_trick=through == "rotation"
     )
@@ -45,7 +46,7 @@ def test_vq(metric, through):
 
 
 def test_residual_vq():
-    ours = ResidualVQ(codes=32, dim=6, layers=3, start=0, decay=0.8)
+    ours = ResidualVQ(codebook_size=32, dim=6, layers=3, kmeans_iters=0, ema_decay=0.8)
     peer = theirs.ResidualVQ(dim=6, codebook_size=32, num_quantizers=3, decay=0.8, rotation_trick=False)
     for a, b in zip(ours.layers, peer.layers, strict=True):
         same_codebook(a, b)
@@ -69,12 +70,12 @@ def test_fsq(levels):
     (found.codes * g).sum().backward()
     (codes * g).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
-    every = torch.arange(ours.sizes[0])
+    every = torch.arange(ours.vocab_sizes[0])
     assert torch.equal(ours.lookup(every), peer.indices_to_codes(every))
 
 
 def test_lfq():
-    ours = LFQ(bits=8, sharpness=3.0, group=8)
+    ours = LFQ(bits=8, inv_temperature=3.0, entropy_group_size=8)
     peer = theirs.LFQ(dim=8, codebook_size=256, entropy_loss_weight=1.0, commitment_loss_weight=1.0)
     x = torch.randn(3, 40, 8)
     found = ours(x)
@@ -87,7 +88,10 @@ def test_lfq():
 
 @pytest.mark.parametrize("through", ["straight", "rotation"])
 def test_simvq(through):
-    ours, peer = SimVQ(codes=64, dim=8, through=through), theirs.SimVQ(8, 64, rotation_trick=through == "rotation")
+    ours, peer = (
+        SimVQ(codebook_size=64, dim=8, gradient_estimator=through),
+        theirs.SimVQ(8, 64, rotation_trick=through == "rotation"),
+    )
     peer.frozen_codebook.copy_(ours.codebook)
     with torch.no_grad():
         peer.code_transform.weight.copy_(ours.matrix)

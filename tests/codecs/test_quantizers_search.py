@@ -1,4 +1,4 @@
-"""The nearest code is float64's, whatever finds it: plain torch here, the Triton kernels by their interpreter."""
+"""Nearest-code search in plain torch and in interpreted Triton kernels equals float64."""
 
 import pytest
 import torch
@@ -6,40 +6,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import interpreted
-from vitrail.codecs.quantizers import search
+from vitrail.codecs.quantizers import nearest_codes
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 9), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=80)
-def test_plain_torch_with_every_size_and_ties(N, K, D, product, seed):
-    """Coordinates of few values make many exact ties: of those the first code counts."""
+def test_torch_search_sizes_and_ties(N, K, D, product, seed):
+    """Coordinates with few values give many exact ties, in which the first code wins."""
     generator = torch.Generator().manual_seed(seed)
     x, table = (torch.randint(-2, 3, (n, D), generator=generator).float() / 2 for n in (N, K))
-    ids = search.nearest(x, table, product)
-    assert torch.equal(ids, search.exhaustive(x, table, product))
+    ids = nearest_codes.find_nearest_codes(x, table, product)
+    assert torch.equal(ids, nearest_codes.find_nearest_exhaustive(x, table, product))
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
-def test_plain_torch_where_float32_cannot_tell(spread):
-    """Codes closer to each other than float32 resolves: distances of float32 give other ids, ours do not."""
+def test_torch_search_beyond_float32_precision(spread):
+    """Codes are closer than float32 resolves: float32 distances give other ids."""
     torch.manual_seed(0)
     table = torch.randn(1, 16) * 100 + spread * torch.randn(3000, 16)
     x = table[torch.randint(0, 3000, (2500,))] + spread * torch.randn(2500, 16)
-    ids = search.nearest(x, table)
-    assert torch.equal(ids, search.exhaustive(x, table))
+    ids = nearest_codes.find_nearest_codes(x, table)
+    assert torch.equal(ids, nearest_codes.find_nearest_exhaustive(x, table))
     if spread == 1e-3:
         assert not torch.equal(ids, (x @ table.T - table.square().sum(1) / 2).argmax(1))
 
 
-def test_the_batch_does_not_matter():
+def test_ids_do_not_depend_on_the_batch():
     x, table = torch.randn(3000, 8), torch.randn(777, 8)
-    ids = search.nearest(x, table)
-    assert torch.equal(torch.cat([search.nearest(part, table) for part in x.split(701)]), ids)
-    assert torch.equal(search.nearest(x.double(), table.double()), ids)
+    ids = nearest_codes.find_nearest_codes(x, table)
+    assert torch.equal(torch.cat([nearest_codes.find_nearest_codes(part, table) for part in x.split(701)]), ids)
+    assert torch.equal(nearest_codes.find_nearest_codes(x.double(), table.double()), ids)
 
 
-def test_no_matrix_of_all_pairs():
-    """The largest tensor that a search makes is a tile, or a chunk's lines."""
+def test_no_full_score_matrix():
+    """The largest tensor of a search is a tile, or the lines of a chunk."""
     x, table = torch.randn(20_000, 4), torch.randn(8192, 4)
     sizes = []
 
@@ -50,7 +50,7 @@ def test_no_matrix_of_all_pairs():
             return out
 
     with Watch():
-        search.tiled(x, table)
+        nearest_codes.find_nearest_tiled(x, table)
     assert max(sizes) <= 20_000 * 8192 // 100
 
 
@@ -65,7 +65,7 @@ np.seterr(all="ignore")
 torch.manual_seed(0)
 
 def compare(x, table, product=False):
-    assert kernels.fits(x, table)
+    assert kernels.is_supported(x, table)
     ids, count = kernels.searched(x, table, product)
     assert torch.equal(ids, exhaustive(x, table, product)), (x.shape, table.shape, product)
     return int(count)
@@ -94,6 +94,6 @@ print("agreed")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", ["few", "many"])
-def test_kernels_agree_with_float64(cases):
+def test_kernels_match_float64(cases):
     pytest.importorskip("triton")
     interpreted(SCRIPT, cases)

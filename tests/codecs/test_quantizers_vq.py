@@ -1,11 +1,12 @@
-"""Codebooks that learn: running means, k-means, revival, gradients; and how they fill a vocabulary."""
+"""Codebook learning: running means, k-means, dead-code replacement, gradients and codebook usage."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitrail.codecs.quantizers import BSQ, FSQ, LFQ, VQ, GroupedVQ, ResidualVQ, SimVQ, base, usage
+from vitrail.codecs.quantizers import BSQ, FSQ, LFQ, VQ, GroupedVQ, ResidualVQ, SimVQ, quantizer
+from vitrail.evals.metrics import measure_codebook_usage
 
 
 def clusters(count=32, each=64, dim=4, spread=0.05):
@@ -13,8 +14,8 @@ def clusters(count=32, each=64, dim=4, spread=0.05):
     return centres, (centres[:, None] + spread * torch.randn(count, each, dim)).reshape(-1, dim)
 
 
-def test_running_means_by_the_formula():
-    q = VQ(codes=5, dim=3, start=0, decay=0.9)
+def test_running_means_formula():
+    q = VQ(codebook_size=5, dim=3, kmeans_iters=0, ema_decay=0.9)
     table, counts, sums = q.codebook.clone(), torch.ones(5), q.codebook.clone()
     for _ in range(4):
         x = torch.randn(50, 3)
@@ -29,8 +30,8 @@ def test_running_means_by_the_formula():
     torch.testing.assert_close(q.codebook, table)  # nothing is learnt outside training
 
 
-def test_codes_nobody_uses_stay_where_they_are():
-    q = VQ(codes=2, dim=1, start=0, decay=0.5)
+def test_unused_codes_keep_their_values():
+    q = VQ(codebook_size=2, dim=1, kmeans_iters=0, ema_decay=0.5)
     q.codebook.copy_(torch.tensor([[0.0], [100.0]]))
     q.sums.copy_(q.codebook)
     for _ in range(300):
@@ -38,9 +39,9 @@ def test_codes_nobody_uses_stay_where_they_are():
     assert q.codebook[1].item() == pytest.approx(100, rel=1e-4)
 
 
-def test_means_go_on_in_a_cast_model():
-    """In bfloat16 a mean with decay 0.999 would never move."""
-    q = VQ(codes=1, dim=1, start=0, decay=0.999)
+def test_running_means_stay_float32():
+    """In bfloat16, a mean with decay 0.999 would never change."""
+    q = VQ(codebook_size=1, dim=1, kmeans_iters=0, ema_decay=0.999)
     q.to(torch.bfloat16)
     for _ in range(3000):
         q(torch.full((4, 1), 2.0, dtype=torch.bfloat16))
@@ -49,22 +50,24 @@ def test_means_go_on_in_a_cast_model():
 
 @pytest.mark.parametrize("learn", ["ema", "gradient"])
 @pytest.mark.parametrize("metric", ["euclid", "cosine"])
-def test_k_means_starts_a_codebook(learn, metric):
+def test_kmeans_initialization(learn, metric):
     _, x = clusters()
-    started, fresh = (VQ(codes=32, dim=4, learn=learn, metric=metric, start=rounds) for rounds in (10, 0))
+    started, fresh = (
+        VQ(codebook_size=32, dim=4, codebook_update=learn, metric=metric, kmeans_iters=rounds) for rounds in (10, 0)
+    )
     a, b = started(x), fresh(x)
     assert started.started and a.losses["commit"] < b.losses["commit"] / 3
     ids = a.ids
     points = F.normalize(x, dim=1) if metric == "cosine" else x
-    table = started.table() if learn == "gradient" else None
+    table = started.get_codebook() if learn == "gradient" else None
     for code in ids.unique()[:5] if table is not None else ():
         mean = points[ids == code].mean(0)
         mean = F.normalize(mean, dim=0) if metric == "cosine" else mean
         torch.testing.assert_close(table[code], mean, rtol=0.2, atol=0.2)  # ten rounds come near
 
 
-def test_k_means_waits_for_vectors():
-    q = VQ(codes=4, dim=2)
+def test_kmeans_waits_for_vectors():
+    q = VQ(codebook_size=4, dim=2)
     q(torch.randn(0, 2))
     assert not q.started
     q(torch.randn(9, 2))
@@ -72,13 +75,13 @@ def test_k_means_waits_for_vectors():
 
 
 @pytest.mark.parametrize("learn", ["ema", "gradient"])
-def test_dead_codes_are_revived_on_vectors_of_the_batch(learn):
+def test_dead_codes_are_replaced(learn):
     centres, x = clusters()
-    q = VQ(codes=64, dim=4, learn=learn, start=0, revive=0.1, decay=0.9)
+    q = VQ(codebook_size=64, dim=4, codebook_update=learn, kmeans_iters=0, dead_code_threshold=0.1, ema_decay=0.9)
     q.codebook[32:] += 1000  # half the codes are out of reach
     if learn == "ema":
         q.sums.copy_(q.codebook)
-    before = usage(q(x).ids).codes
+    before = measure_codebook_usage(q(x).ids, 64).used
     optimizer = torch.optim.Adam(q.parameters(), lr=0.01) if learn == "gradient" else None
     for _ in range(80):
         loss = sum(q(x.requires_grad_()).losses.values())
@@ -86,25 +89,25 @@ def test_dead_codes_are_revived_on_vectors_of_the_batch(learn):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    after = usage(q.eval()(x).ids)
-    assert before <= 32 < 55 <= after.codes and after.perplexity > 40
-    assert q.table().abs().max() < 100
-    assert torch.cdist(centres, q.table()).min(1).values.max() < 0.3  # every cluster has a code
+    after = measure_codebook_usage(q.eval()(x).ids, 64)
+    assert before <= 32 < 55 <= after.used and after.perplexity > 40
+    assert q.get_codebook().abs().max() < 100
+    assert torch.cdist(centres, q.get_codebook()).min(1).values.max() < 0.3  # every cluster has a code
 
 
-def test_without_revival_they_stay_dead():
+def test_dead_codes_stay_without_replacement():
     _, x = clusters()
-    q = VQ(codes=64, dim=4, start=0, decay=0.9)
+    q = VQ(codebook_size=64, dim=4, kmeans_iters=0, ema_decay=0.9)
     q.codebook[32:] += 1000
     q.sums.copy_(q.codebook)
     for _ in range(40):
         q(x)
-    assert usage(q(x).ids).codes <= 32
+    assert measure_codebook_usage(q(x).ids, 64).used <= 32
 
 
-def test_gradients_teach_a_codebook():
+def test_gradient_codebook_update():
     _, x = clusters()
-    for q in (VQ(codes=32, dim=4, learn="gradient", start=0), SimVQ(codes=64, dim=4)):
+    for q in (VQ(codebook_size=32, dim=4, codebook_update="gradient", kmeans_iters=0), SimVQ(codebook_size=64, dim=4)):
         optimizer = torch.optim.Adam(q.parameters(), lr=0.03)
         first = None
         for _ in range(100):
@@ -117,7 +120,7 @@ def test_gradients_teach_a_codebook():
 
 
 def test_cosine_codes_have_length_one():
-    q = VQ(codes=16, dim=4, metric="cosine")
+    q = VQ(codebook_size=16, dim=4, metric="cosine")
     for _ in range(3):
         found = q(torch.randn(100, 4) * 7)
     torch.testing.assert_close(found.codes.norm(dim=-1), torch.ones(100))
@@ -126,12 +129,12 @@ def test_cosine_codes_have_length_one():
     assert torch.equal(q.eval()(x).ids, F.cosine_similarity(x[:, None], q.codebook, dim=-1).argmax(1))
 
 
-def test_more_layers_leave_less_over():
+def test_more_residual_layers_reduce_the_error():
     x = torch.randn(2000, 8)
     errors = []
     for layers in (1, 2, 4):
         torch.manual_seed(0)
-        q = ResidualVQ(codes=64, dim=8, layers=layers)
+        q = ResidualVQ(codebook_size=64, dim=8, layers=layers)
         for _ in range(10):
             q(x)
         found = q.eval()(x)
@@ -140,9 +143,9 @@ def test_more_layers_leave_less_over():
     assert errors[0] > 1.5 * errors[1] > 2.25 * errors[2]
 
 
-def test_groups_are_quantizers_side_by_side():
+def test_grouped_vq_equals_separate_quantizers():
     x = torch.randn(500, 8)
-    q = GroupedVQ(codes=16, dim=8, groups=4)
+    q = GroupedVQ(codebook_size=16, dim=8, groups=4)
     q(x)
     found = q.eval()(x)
     for g, part in enumerate(q.parts):
@@ -151,24 +154,24 @@ def test_groups_are_quantizers_side_by_side():
     torch.testing.assert_close(found.losses["commit"], F.mse_loss(x, found.codes))
 
 
-def test_not_finite_shows_in_the_loss_where_nobody_looks(monkeypatch):
-    """As in training on a GPU: what is not finite must not pass for a code."""
-    monkeypatch.setattr(base, "can_look", lambda x: False)
+def test_non_finite_input_shows_in_the_loss(monkeypatch):
+    """In GPU training, non-finite inputs must not pass as codes."""
+    monkeypatch.setattr(quantizer, "can_read_values", lambda x: False)
     x = torch.randn(5, 2)
     x[2, 1] = float("nan")
-    found = VQ(codes=8, dim=2, start=0)(x)
+    found = VQ(codebook_size=8, dim=2, kmeans_iters=0)(x)
     assert found.losses["commit"].isnan() and found.codes[2, 1].isnan() and found.codes[0].isfinite().all()
     for q in (FSQ(levels=(5, 5)), LFQ(bits=2), BSQ(bits=2)):
         found = q(x)
         assert found.codes[2, 1].isnan() and found.codes[0].isfinite().all()
-        assert 0 <= found.ids.min() and found.ids[:2].max() < q.sizes[0]
+        assert 0 <= found.ids.min() and found.ids[:2].max() < q.vocab_sizes[0]
 
 
-def test_simvq_learns_to_use_its_codes():
-    """With rotated gradients vectors shrink into the middle of the table, and fewer codes are used."""
+def test_simvq_codebook_usage():
+    """With rotated gradients vectors move to the center of the codebook, and fewer codes are used."""
     torch.manual_seed(0)
     D, K = 6, 512
-    q = SimVQ(codes=K, dim=D)
+    q = SimVQ(codebook_size=K, dim=D)
     encoder, decoder = (nn.Sequential(nn.Linear(D, 32), nn.GELU(), nn.Linear(32, D)) for _ in range(2))
     steps = torch.optim.Adam([*encoder.parameters(), *decoder.parameters(), *q.parameters()], 1e-2)
     for _ in range(300):
@@ -179,5 +182,5 @@ def test_simvq_learns_to_use_its_codes():
         steps.step()
         steps.zero_grad()
     vectors = encoder(torch.randn(4096, D))
-    assert usage(q(vectors).ids).perplexity > 0.8 * K
+    assert measure_codebook_usage(q(vectors).ids, K).perplexity > 0.8 * K
     assert vectors.square().mean().sqrt() > 1

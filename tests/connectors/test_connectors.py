@@ -1,4 +1,4 @@
-"""What every connector promises: counts told before, widths refused, padding unseen, costs counted."""
+"""Common behaviour of connectors: token counts, validation, padding and costs."""
 
 import pytest
 import torch
@@ -11,47 +11,73 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers import randomize, relative
 from vitrail.config import Config
 from vitrail.connectors import (
-    CONNECTORS,
     AnyConnectorConfig,
     ConvMerger,
     ConvMergerConfig,
-    Fused,
-    FusedConfig,
+    FusedQueryConfig,
+    FusedQueryConnector,
+    GatedMergerConfig,
+    GridResamplerConfig,
     Merger,
     MergerConfig,
-    Pool,
-    PoolConfig,
+    PoolConnector,
+    PoolConnectorConfig,
     Projector,
     ProjectorConfig,
     QFormerConfig,
     ResamplerConfig,
-    into_blocks,
+    group_blocks,
     make_connector,
-    out_of_blocks,
+    ungroup_blocks,
 )
-from vitrail.connectors.presets import PRESETS
+from vitrail.connectors.presets import CONNECTOR_PRESETS
+from vitrail.connectors.view_stitching import stitch_spans
 from vitrail.errors import ConfigError
 from vitrail.nn import cost
 from vitrail.processing.grid import Grid
+from vitrail.processing.hd_tiles import HDTransformPolicy
+from vitrail.registry import CONNECTORS
 
 D, W = 8, 6
-FUSED = FusedConfig(reads=D, gives=W, vocab=9, first=5, layers=2, width=12, heads=2, hidden=16, question="never")
+FUSED = FusedQueryConfig(
+    in_features=D,
+    out_features=W,
+    vocab_size=9,
+    first_queries=5,
+    layers=2,
+    width=12,
+    heads=2,
+    intermediate_size=16,
+    question_mode="never",
+)
 KINDS = {
-    "linear": ProjectorConfig(reads=D, gives=W, layers=1),
-    "mlp": ProjectorConfig(reads=D, gives=W, layers=3, hidden=(11, 13)),
-    "apart": ProjectorConfig(reads=D, gives=W, apart=(5, 3)),
-    "merger": MergerConfig(reads=D, gives=W),
-    "shuffle": MergerConfig(reads=D, gives=W, hidden=7, norm_at="after"),
-    "blocks": MergerConfig(reads=D, gives=W, order="blocks", norm_at="none"),
-    "rms": MergerConfig(reads=D, gives=W, norm="rms"),
-    "qformer": QFormerConfig(reads=D, gives=W, queries=3, layers=3, width=12, heads=2, hidden=10, text=True),
-    "resampler": ResamplerConfig(reads=D, gives=W, latents=4, layers=2, heads=2, head_dim=5, qk_norm="layer"),
+    "linear": ProjectorConfig(in_features=D, out_features=W, layers=1),
+    "mlp": ProjectorConfig(in_features=D, out_features=W, layers=3, hidden_sizes=(11, 13)),
+    "apart": ProjectorConfig(in_features=D, out_features=W, split_widths=(5, 3)),
+    "merger": MergerConfig(in_features=D, out_features=W),
+    "shuffle": MergerConfig(in_features=D, out_features=W, intermediate_size=7, norm_position="after"),
+    "blocks": MergerConfig(in_features=D, out_features=W, order="blocks", norm_position="none"),
+    "rms": MergerConfig(in_features=D, out_features=W, norm="rms"),
+    "mean": MergerConfig(in_features=D, out_features=W, norm_position="none", reduction="mean"),
+    "mean of blocks": MergerConfig(in_features=D, out_features=W, order="blocks", reduction="mean"),
+    "qformer": QFormerConfig(
+        in_features=D, out_features=W, num_queries=3, layers=3, width=12, heads=2, intermediate_size=10, use_text=True
+    ),
+    "resampler": ResamplerConfig(
+        in_features=D, out_features=W, num_latents=4, layers=2, heads=2, head_dim=5, qk_norm="layer"
+    ),
+    "grid": GridResamplerConfig(in_features=D, out_features=12, num_queries=3, heads=2),
+    "grid, one width": GridResamplerConfig(in_features=D, out_features=D, num_queries=5, heads=1),
+    "one merger layer": MergerConfig(in_features=D, out_features=W, layers=1, bias=False, norm_position="none"),
     "fused": FUSED,
-    "space": PoolConfig(reads=D, gives=W, space=2),
-    "time": PoolConfig(reads=D, gives=D, time=None),
-    "frame": PoolConfig(reads=D, gives=W, space=None),
-    "conv": ConvMergerConfig(reads=D, gives=W),
-    "hd": ConvMergerConfig(reads=D, gives=D, newline=True),
+    "pooled norm": PoolConnectorConfig(in_features=D, out_features=W, spatial_window=2, norm="rms_zero_centered"),
+    "space": PoolConnectorConfig(in_features=D, out_features=W, spatial_window=2),
+    "time": PoolConnectorConfig(in_features=D, out_features=D, temporal_window=None),
+    "frame": PoolConnectorConfig(in_features=D, out_features=W, spatial_window=None),
+    "gated": GatedMergerConfig(in_features=D, out_features=W, intermediate_size=11, order="raster"),
+    "gated blocks": GatedMergerConfig(in_features=D, out_features=W, intermediate_size=11),
+    "conv": ConvMergerConfig(in_features=D, out_features=W),
+    "hd": ConvMergerConfig(in_features=D, out_features=D, newline=True),
 }
 GRIDS = [Grid(h=4, w=6), Grid(h=2, w=2, t=3), Grid(h=6, w=2)]
 
@@ -65,31 +91,31 @@ def connector(request):
     return randomize(make_connector(KINDS[request.param])).eval()
 
 
-@pytest.mark.parametrize("config", [*KINDS.values(), *PRESETS.values()], ids=[*KINDS, *PRESETS])
+@pytest.mark.parametrize("config", [*KINDS.values(), *CONNECTOR_PRESETS.values()], ids=[*KINDS, *CONNECTOR_PRESETS])
 def test_configs_are_plain_data(config):
     holder = Holder(connector=config)
-    assert Holder.read(holder.plain()) == holder
-    assert {kind.Config for kind in CONNECTORS} >= {type(config)}
+    assert Holder.from_dict(holder.to_dict()) == holder
+    assert {kind.Config for kind in CONNECTORS.values()} >= {type(config)}
 
 
-def test_as_many_tokens_as_were_told(connector):
+def test_token_counts(connector):
     for grid in GRIDS:
-        out = connector(torch.randn(2, grid.patches, D), grid)
-        assert out.shape == (2, connector.config.tokens(grid), connector.config.gives)
+        out = connector(torch.randn(2, grid.num_patches, D), grid)
+        assert out.shape == (2, connector.config.count_tokens(grid), connector.config.out_features)
 
 
-def test_unequal_rows_are_as_if_alone(connector):
+def test_padded_rows_equal_single_rows(connector):
     x = torch.randn(3, 24, D)
     together = connector(x, GRIDS)
     noisy = x.clone()
     for row, grid in enumerate(GRIDS):
-        noisy[row, grid.patches :] = 50.0
-        alone = connector(x[row : row + 1, : grid.patches], grid)
+        noisy[row, grid.num_patches :] = 50.0
+        alone = connector(x[row : row + 1, : grid.num_patches], grid)
         assert relative(together[row : row + 1, : alone.shape[1]], alone) <= 1e-5
         assert relative(connector(x[row : row + 1], [grid])[:, : alone.shape[1]], alone) <= 1e-5
     again = connector(noisy, GRIDS)
     for row, grid in enumerate(GRIDS):
-        M = connector.config.tokens(grid)
+        M = connector.config.count_tokens(grid)
         assert torch.equal(again[row, :M], together[row, :M])
 
 
@@ -100,64 +126,72 @@ def test_half_precision(connector):
     assert relative(half.float(), connector.float()(x, GRIDS[0])) <= 0.1
 
 
-def test_every_weight_learns(connector):
+def test_every_weight_has_a_gradient(connector):
     connector.train()
     connector(torch.randn(2, 24, D, requires_grad=True), GRIDS[0]).square().sum().backward()
     still = {name for name, p in connector.named_parameters() if p.grad is None or not p.grad.any()}
     # What only text or a question would use.
-    assert all(".words." in name or name == "embed.weight" or name == "end" for name in still), still
+    assert all(".text_mlp." in name or name == "embed.weight" or name == "end" for name in still), still
 
 
-def test_what_does_not_fit_is_refused(connector):
+def test_invalid_inputs_raise(connector):
     with pytest.raises(ConfigError, match=f"{D}"):
         connector(torch.randn(2, 24, D + 1), GRIDS[0])
     with pytest.raises(ConfigError, match="24 features"):
         connector(torch.randn(2, 24, D), Grid(h=4, w=8))
-    with pytest.raises(ConfigError, match="3 rows"):
+    with pytest.raises(ConfigError, match="3 layouts"):
         connector(torch.randn(2, 24, D), GRIDS)
     with pytest.raises(ConfigError, match="24 features"):
         connector(torch.randn(2, 24, D), Grid(h=4, w=4))
 
 
 @pytest.mark.parametrize(
-    "make, says",
+    "make, message",
     [
-        (lambda: ProjectorConfig(reads=0, gives=4), "reads"),
-        (lambda: ProjectorConfig(reads=4, gives=4, layers=0), "layers"),
-        (lambda: ProjectorConfig(reads=4, gives=4, hidden=(0,)), "hidden"),
-        (lambda: ProjectorConfig(reads=4, gives=4, hidden=(5, 5)), "hidden 1"),
-        (lambda: MergerConfig(reads=4, gives=4, merge=0), "merge"),
-        (lambda: PoolConfig(reads=4, gives=4, time=0), "time"),
-        (lambda: QFormerConfig(reads=4, gives=4, width=10, heads=3), "heads"),
-        (lambda: QFormerConfig(reads=4, gives=4, queries=0), "queries"),
-        (lambda: ResamplerConfig(reads=10, gives=4, heads=3), "heads"),
-        (lambda: FusedConfig(reads=4, gives=4, vocab=3, first=4, later=5), "later"),
-        (lambda: FusedConfig(reads=4, gives=4, vocab=3, width=10, heads=3), "heads"),
-        (lambda: KINDS["merger"].tokens(Grid(h=3, w=4)), "3×4"),
-        (lambda: KINDS["merger"].tokens(12), "Grid"),
-        (lambda: KINDS["space"].tokens(Grid(h=3, w=4)), "3×4"),
-        (lambda: PoolConfig(reads=4, gives=4, time=2).tokens(Grid(h=3, w=4, t=3)), "3 frames"),
-        (lambda: FUSED.tokens(12, questions=0), "0 questions"),
+        (lambda: ProjectorConfig(in_features=0, out_features=4), "in_features"),
+        (lambda: ProjectorConfig(in_features=4, out_features=4, layers=0), "layers"),
+        (lambda: ProjectorConfig(in_features=4, out_features=4, hidden_sizes=(0,)), "hidden"),
+        (lambda: ProjectorConfig(in_features=4, out_features=4, hidden_sizes=(5, 5)), "hidden_sizes"),
+        (lambda: MergerConfig(in_features=4, out_features=4, merge=0), "merge"),
+        (lambda: PoolConnectorConfig(in_features=4, out_features=4, temporal_window=0), "temporal_window"),
+        (lambda: QFormerConfig(in_features=4, out_features=4, width=10, heads=3), "heads"),
+        (lambda: QFormerConfig(in_features=4, out_features=4, num_queries=0), "queries"),
+        (lambda: ResamplerConfig(in_features=10, out_features=4, heads=3), "heads"),
+        (
+            lambda: FusedQueryConfig(in_features=4, out_features=4, vocab_size=3, first_queries=4, later_queries=5),
+            "later",
+        ),
+        (lambda: FusedQueryConfig(in_features=4, out_features=4, vocab_size=3, width=10, heads=3), "heads"),
+        (lambda: KINDS["merger"].count_tokens(Grid(h=3, w=4)), "3×4"),
+        (lambda: KINDS["merger"].count_tokens(12), "Grid"),
+        (lambda: KINDS["space"].count_tokens(Grid(h=3, w=4)), "3×4"),
+        (
+            lambda: PoolConnectorConfig(in_features=4, out_features=4, temporal_window=2).count_tokens(
+                Grid(h=3, w=4, t=3)
+            ),
+            "3 frames",
+        ),
+        (lambda: FUSED.count_tokens(12, num_questions=0), "num_questions is 0"),
     ],
 )
-def test_impossible_configs(make, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_configs_raise(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
-def counted(call) -> int:
+def count_torch_flops(call) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
-def test_costs_are_those_that_torch_counts(connector):
+def test_flops_match_torch_counter(connector):
     for grid in GRIDS:
-        x = torch.randn(2, grid.patches, D)
-        work = connector.work(grid, batch=2)
-        if not isinstance(connector, Fused):  # torch counts what a causal mask hides: see test_queries
-            assert cost.flops(connector, work) == counted(lambda x=x, grid=grid: connector(x, grid))
-        held = cost.bytes(connector, work)
+        x = torch.randn(2, grid.num_patches, D)
+        work = connector.workload(grid, batch_size=2)
+        if not isinstance(connector, FusedQueryConnector):  # torch counts what a causal mask hides: see test_queries
+            assert cost.count_flops(connector, work) == count_torch_flops(lambda x=x, grid=grid: connector(x, grid))
+        held = cost.count_bytes(connector, work)
         assert held.weights == sum(p.numel() * 4 for p in connector.parameters())
         assert held.read <= held.weights
 
@@ -165,20 +199,22 @@ def test_costs_are_those_that_torch_counts(connector):
 # ---- counts that were published ----------------------------------------------------------------------------------
 
 
-def test_published_counts():
+def test_published_parameter_counts():
     tall = Grid(h=24, w=24)
-    assert PRESETS["llava-1.5-7b"].tokens(tall) == 576
-    assert PRESETS["qwen2-vl-7b"].tokens(tall) == 144
-    assert PRESETS["internvl3-8b"].tokens(Grid(h=32, w=32)) == 256
-    assert PRESETS["blip2-opt-2.7b"].tokens(257) == 32
-    assert PRESETS["idefics-9b"].tokens(257) == 64
-    assert PRESETS["next-video"].tokens(Grid(h=24, w=24, t=8)) == 8 * 144
-    assert ConvMergerConfig(reads=1024, gives=1024).tokens(tall) == 144
-    assert PRESETS["hd-9"].tokens(Grid(h=24, w=24, t=10)) == 1450
-    fused = FusedConfig(reads=1024, gives=4096, vocab=9, first=256)
-    assert fused.groups(3) == [256, 8, 8] and fused.tokens(1450, questions=3) == 272
-    assert fused.with_(first=1).groups(3) == [1, 1, 1]
-    assert fused.with_(first=8).groups(2) == [8, 8] and fused.with_(first=4).groups(2) == [4, 4]
+    assert CONNECTOR_PRESETS["llava-1.5-7b"].count_tokens(tall) == 576
+    assert CONNECTOR_PRESETS["qwen2-vl-7b"].count_tokens(tall) == 144
+    assert CONNECTOR_PRESETS["internvl3-8b"].count_tokens(Grid(h=32, w=32)) == 256
+    assert CONNECTOR_PRESETS["blip2-opt-2.7b"].count_tokens(257) == 32
+    assert CONNECTOR_PRESETS["idefics-9b"].count_tokens(257) == 64
+    assert CONNECTOR_PRESETS["next-video"].count_tokens(Grid(h=24, w=24, t=8)) == 8 * 144
+    assert ConvMergerConfig(in_features=1024, out_features=1024).count_tokens(tall) == 144
+    assert CONNECTOR_PRESETS["hd-9"].count_tokens(Grid(h=24, w=24, t=10)) == 1450
+    fused = FusedQueryConfig(in_features=1024, out_features=4096, vocab_size=9, first_queries=256)
+    assert fused.queries_per_question(3) == [256, 8, 8] and fused.count_tokens(1450, num_questions=3) == 272
+    assert fused.replace(first_queries=1).queries_per_question(3) == [1, 1, 1]
+    assert fused.replace(first_queries=8).queries_per_question(2) == [8, 8] and fused.replace(
+        first_queries=4
+    ).queries_per_question(2) == [4, 4]
 
 
 # ---- grids -------------------------------------------------------------------------------------------------------
@@ -188,14 +224,14 @@ sides = st.integers(1, 4)
 
 @settings(max_examples=60)
 @given(sides, sides, sides, st.integers(1, 3))
-def test_blocks_and_back(t, rows, columns, m):
+def test_block_grouping_round_trip(t, rows, columns, m):
     grid = Grid(t=t, h=rows * m, w=columns * m)
-    x = torch.arange(2.0 * grid.patches * 3).view(2, grid.patches, 3)
-    blocks = into_blocks(x, grid, m)
+    x = torch.arange(2.0 * grid.num_patches * 3).view(2, grid.num_patches, 3)
+    blocks = group_blocks(x, grid, m)
     assert blocks.shape == (2, t * rows * columns, m * m, 3)
-    assert torch.equal(out_of_blocks(blocks, grid, m), x)
+    assert torch.equal(ungroup_blocks(blocks, grid, m), x)
     # A block holds neighbours: its places span m rows and m columns of one frame.
-    place = into_blocks(torch.arange(grid.patches)[None, :, None], grid, m)[0, :, :, 0]
+    place = group_blocks(torch.arange(grid.num_patches)[None, :, None], grid, m)[0, :, :, 0]
     frame, y, column = place // (grid.h * grid.w), place // grid.w % grid.h, place % grid.w
     assert (frame == frame[:, :1]).all()
     assert (y - y[:, :1] == torch.arange(m).repeat_interleave(m)).all()
@@ -204,41 +240,69 @@ def test_blocks_and_back(t, rows, columns, m):
 
 @settings(max_examples=30)
 @given(sides, sides, sides, st.integers(1, 3), st.integers(1, 3))
-def test_means_are_those_of_torch(t, rows, columns, k, s):
+def test_pooling_matches_torch(t, rows, columns, k, s):
     grid = Grid(t=t * k, h=rows * s, w=columns * s)
-    x = torch.randn(2, grid.patches, 3)
-    ours = Pool(PoolConfig(reads=3, gives=3, space=s, time=k))(x, grid)
+    x = torch.randn(2, grid.num_patches, 3)
+    ours = PoolConnector(PoolConnectorConfig(in_features=3, out_features=3, spatial_window=s, temporal_window=k))(
+        x, grid
+    )
     movie = x.view(2, grid.t, grid.h, grid.w, 3).movedim(-1, 1)
     wanted = F.avg_pool3d(movie, (k, s, s)).flatten(2).mT
     assert ours.shape == wanted.shape and torch.allclose(ours, wanted, atol=1e-6)
 
 
-def test_means_over_all():
+def test_global_pooling():
     x = torch.randn(2, 3 * 20, 5)
     grid = Grid(t=3, h=4, w=5)
-    frames = Pool(PoolConfig(reads=5, gives=5, space=None))(x, grid)
+    frames = PoolConnector(PoolConnectorConfig(in_features=5, out_features=5, spatial_window=None))(x, grid)
     assert torch.allclose(frames, x.view(2, 3, 20, 5).mean(2), atol=1e-6)
-    still = Pool(PoolConfig(reads=5, gives=5, time=None))(x, grid)
+    still = PoolConnector(PoolConnectorConfig(in_features=5, out_features=5, temporal_window=None))(x, grid)
     assert torch.allclose(still, x.view(2, 3, 20, 5).mean(1), atol=1e-6)
 
 
 def test_deeper_projectors():
-    ours = Projector(ProjectorConfig(reads=4, gives=6, layers=3, hidden=(5, 7)))
+    ours = Projector(ProjectorConfig(in_features=4, out_features=6, layers=3, hidden_sizes=(5, 7)))
     assert [(linear.in_features, linear.out_features) for linear in ours.layers.linears] == [(4, 5), (5, 7), (7, 6)]
     x = torch.randn(1, 2, 4)
     a, b, c = ours.layers.linears
     assert torch.allclose(ours(x), c(F.gelu(b(F.gelu(a(x))))))
 
 
-def test_a_merger_says_how_features_must_lie():
+def test_merger_of_means_with_separators():
+    """Average pooling as in torch; the MLP projects a newline and a separator too, which cost two tokens."""
+    config = MergerConfig(in_features=4, out_features=6, intermediate_size=5, norm_position="none", reduction="mean")
+    ours, grid = randomize(Merger(config.replace(separators=True))), Grid(h=4, w=6)
+    x, (first, second) = torch.randn(2, 24, 4), ours.layers.linears
+    pooled = F.avg_pool2d(x.mT.unflatten(2, (4, 6)), 2).flatten(2).mT
+    assert torch.allclose(ours(x, grid), second(F.gelu(first(pooled))), atol=1e-6)
+    for own, token in zip((ours.newline, ours.separator), ours.project_separators(), strict=True):
+        assert torch.allclose(token, second(F.gelu(first(own))), atol=1e-6)
+    work = ours.workload(grid, 2)
+    more = cost.count_flops(ours, work) - cost.count_flops(Merger(config), work)
+    assert more == 2 * 2 * (4 * 5 + 5 * 6)
+    with pytest.raises(ConfigError, match="separators"):
+        config.replace(separators=True, norm_position="after")
+
+
+def test_spans_are_stitched_with_newlines_and_separators():
+    """Two tiles of 2 × 2 tokens whose last row is padding, a separator, and the whole view."""
+    layout = HDTransformPolicy(tile_size=4, patch_size=1, max_tiles=2).layout(10, 20)
+    cropped = layout.spans[0].replace(window=(0, 0, 1, 4), size=(1, 4))
+    tokens = torch.arange(12.0).view(3, 4, 1)
+    newline, separator = torch.tensor([-1.0]), torch.tensor([-2.0])
+    found = stitch_spans(tokens, layout.replace(spans=(cropped, *layout.spans[1:])), newline, separator)
+    assert found.flatten().tolist() == [0, 1, 4, 5, -1, -2, 8, 9, -1, 10, 11, -1]
+
+
+def test_merger_needs_a_grid():
     with pytest.raises(ConfigError, match="Grid"):
-        Merger(MergerConfig(reads=4, gives=4))(torch.randn(1, 16, 4))
+        Merger(MergerConfig(in_features=4, out_features=4))(torch.randn(1, 16, 4))
 
 
 @pytest.mark.parametrize("h, w", [(24, 24), (2, 6), (5, 3)])
-def test_the_convolution_of_hd9(h, w):
-    """A 3 × 3 kernel of stride 2 beside nearest neighbours; views do not mix, and each is closed by its mark."""
-    ours = randomize(ConvMerger(ConvMergerConfig(reads=4, gives=4, newline=True)))
+def test_hd9_convolution(h, w):
+    """A 3 × 3 convolution with stride 2 plus a residual; views do not mix, and each ends with a newline token."""
+    ours = randomize(ConvMerger(ConvMergerConfig(in_features=4, out_features=4, newline=True)))
     x = torch.randn(2, 3 * h * w, 4)
     out = ours(x, Grid(t=3, h=h, w=w)).unflatten(1, (3, -1))
     for view, got in zip(x.view(2, 3, h, w, 4).unbind(1), out.unbind(1), strict=True):

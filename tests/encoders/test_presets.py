@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vitrail.encoders import TextTower, ViT
-from vitrail.encoders.presets import SIZES, TEXTS, VITS
-from vitrail.models.clip import CONTRASTIVE, Contrastive
+from vitrail.encoders.presets import TEXT_TOWER_PRESETS, VIT_PRESETS, VIT_SIZES
+from vitrail.models.contrastive_model import CONTRASTIVE_PRESETS, ContrastiveModel
 from vitrail.nn import cost
 
 
@@ -14,7 +14,7 @@ def millions(*modules: torch.nn.Module) -> float:
 
 
 PAIRS = {
-    # OpenCLIP's model profile: everything, the picture's side with its projection, GFLOPs of that side.
+    # OpenCLIP's model profile: all parameters, image parameters with projection, image GFLOPs.
     "clip-b16":          (149.62,   86.19,  35.13),
     "clip-l14":          (427.62,  303.97, 162.03),
     "clip-l14-336":      (427.94,  304.29, 381.92),
@@ -28,18 +28,18 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs(name):
+def test_contrastive_pairs(name):
     total, picture, gflops = PAIRS[name]
     with torch.device("meta"):
-        model = Contrastive(CONTRASTIVE[name])
+        model = ContrastiveModel(CONTRASTIVE_PRESETS[name])
     assert millions(model) == total
     assert millions(model.image, model.image_projection) == picture
-    flops = cost.flops(model, model.work()) - cost.flops(model.text, model.text.work())
+    flops = cost.count_flops(model, model.workload()) - cost.count_flops(model.text, model.text.workload())
     assert flops / 1e9 == pytest.approx(gflops, rel=2e-3)
 
 
 TOWERS = {
-    # timm's tables. EVA-02's released models have a head of 1000 classes.
+    # timm's tables. Released EVA-02 models have a head for 1000 classes.
     "dinov2-s14":     (22.06, 0),
     "dinov2-b14":     (86.58, 0),
     "dinov2-l14":     (304.37, 0),
@@ -57,12 +57,12 @@ TOWERS = {
 def test_towers(name):
     count, head = TOWERS[name]
     with torch.device("meta"):
-        model = ViT(VITS[name].with_(head=head))
+        model = ViT(VIT_PRESETS[name].replace(head_width=head))
     assert millions(model) == count
 
 
 SIZED = {
-    # The field's sizes: width, layers, heads, and the parameters they are called by, in millions.
+    # Usual sizes: width, layers, heads and millions of parameters.
     "clip-b16":          ("B", 768, 12, 12, 86),
     "clip-l14":          ("L", 1024, 24, 16, 304),
     "clip-h14":          ("H", 1280, 32, 16, 632),
@@ -75,24 +75,24 @@ SIZED = {
 @pytest.mark.parametrize("name", SIZED)
 def test_sizes(name):
     size, width, layers, heads, called = SIZED[name]
-    assert SIZES[size][:3] == (width, layers, heads)
+    assert VIT_SIZES[size][:3] == (width, layers, heads)
     with torch.device("meta"):
-        model = ViT(VITS[name].with_(pool="none", norm_last="tokens"))  # the tower without its head
+        model = ViT(VIT_PRESETS[name].replace(pool="none", norm_last="tokens"))  # the tower without its head
     assert millions(model) == pytest.approx(called, rel=0.035)
 
 
 def test_tokens():
-    """224² in patches of 14 are 256, 336² are 576."""
+    """With patch size 14, 224² pixels are 256 tokens and 336² are 576."""
     for name, patches in (("clip-l14", 256), ("clip-l14-336", 576), ("siglip-so400m-384", 729)):
         with torch.device("meta"):
-            model = ViT(VITS[name])
-            pixels = torch.empty(1, 3, model.config.image, model.config.image)
+            model = ViT(VIT_PRESETS[name])
+            pixels = torch.empty(1, 3, model.config.image_size, model.config.image_size)
             assert model(pixels, layer=1).shape == (1, patches, model.config.block.width)
 
 
-def test_every_row_can_be_built():
+def test_presets_build():
     with torch.device("meta"):
-        for config in VITS.values():
-            ViT(config.with_(layers=1))
-        for config in TEXTS.values():
-            TextTower(config.with_(layers=1))
+        for config in VIT_PRESETS.values():
+            ViT(config.replace(layers=1))
+        for config in TEXT_TOWER_PRESETS.values():
+            TextTower(config.replace(layers=1))

@@ -1,4 +1,4 @@
-"""ResNet-50 and the reading of its weights, against the ResNet of transformers with its batch norms unfolded."""
+"""ResNet-50 and its weight conversion, against transformers' ResNet with batch norms."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from transformers import ResNetConfig, ResNetModel
 
 from vitrail.encoders.resnet50 import STAGES, ResNet50
 from vitrail.errors import ConfigError, ImageError
-from vitrail.hub.lpips import filled
-from vitrail.hub.resnet50 import folded
+from vitrail.hub.lpips_weights import fill_parameters
+from vitrail.hub.resnet50_weights import fold_batch_norms
 
 
 def keras_tensors(seed=0):
-    """Random tensors under Keras' names, with biases and batch norms that cannot be mistaken for none."""
+    """Random tensors with Keras' names, with nontrivial biases and batch norms."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
 
@@ -39,8 +39,7 @@ def keras_tensors(seed=0):
 
 
 def reference(tensors):
-    """transformers' ResNet-50 with the stride on the first 1×1, and convolutions without biases: those go to the norm's
-    mean."""
+    """transformers' ResNet-50 with the stride in the first 1×1 convolution; biases go to the mean of the norm."""
     model = ResNetModel(ResNetConfig(downsample_in_bottleneck=True)).eval()
 
     def put(layer, conv, norm):
@@ -63,24 +62,24 @@ def reference(tensors):
     return model
 
 
-def test_features_maps_and_logits():
+def test_features_and_logits():
     tensors = keras_tensors()
-    ours, theirs = filled(ResNet50(), folded(tensors)).double(), reference(tensors).double()
+    ours, theirs = fill_parameters(ResNet50(), fold_batch_norms(tensors)).double(), reference(tensors).double()
     pixels = torch.rand(2, 3, 33, 64).double() * 2 - 1
     blue_first = ((pixels + 1) * 127.5).flip(1) - torch.tensor([103.939, 116.779, 123.68])[:, None, None].double()
     with torch.no_grad():
         wanted = theirs(blue_first)
-        maps = ours.maps(pixels)
+        maps = ours.forward_features(pixels)
     assert maps.shape == (2, 2048, 2, 2)
     scale = wanted.last_hidden_state.abs().max()
-    assert (maps - wanted.last_hidden_state).abs().max() < 1e-5 * scale  # folding is rounded to float32
+    assert (maps - wanted.last_hidden_state).abs().max() < 1e-5 * scale  # folded weights are rounded to float32
     assert (ours(pixels) - wanted.pooler_output.flatten(1)).abs().max() < 1e-5 * scale
     features = wanted.pooler_output.flatten(1)
     logits = features @ tensors["fc1000/kernel"].double() + tensors["fc1000/bias"].double()
-    torch.testing.assert_close(ours.logits(features), logits)
+    torch.testing.assert_close(ours.classify(features), logits)
 
 
-def test_nothing_of_it_is_trained_and_gradients_reach_the_pixels():
+def test_weights_are_frozen_and_pixels_have_gradients():
     network = ResNet50()
     before = network.train()(torch.zeros(1, 3, 32, 32))
     assert not any(p.requires_grad for p in network.parameters()) and not list(network.buffers())
@@ -90,16 +89,16 @@ def test_nothing_of_it_is_trained_and_gradients_reach_the_pixels():
     assert pixels.grad.abs().sum() > 0
 
 
-def test_pictures_it_cannot_read():
+def test_mismatched_images_raise():
     network = ResNet50()
     for shape in ((1, 3, 31, 64), (1, 4, 64, 64), (3, 64, 64)):
-        with pytest.raises(ImageError, match="cannot read pictures"):
+        with pytest.raises(ImageError, match="pixels of ResNet-50"):
             network(torch.zeros(shape))
     with pytest.raises(ImageError, match="in −1…1"):
         network(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
-    with pytest.raises(ConfigError, match="of 31 pixels"):
+    with pytest.raises(ConfigError, match="image_size is 31"):
         ResNet50(31)
 
 
-def test_a_measure_is_named_after_its_side_too():
-    assert (ResNet50().name, ResNet50().side, ResNet50(96).name) == ("ResNet50", 224, "ResNet50@96")
+def test_name_contains_the_image_size():
+    assert (ResNet50().name, ResNet50().image_size, ResNet50(96).name) == ("ResNet50", 224, "ResNet50@96")

@@ -1,6 +1,6 @@
-"""What lm-evaluation-harness 0.4.13 (torch 2.13, transformers 5.22, float32) gave for the rows of `text_rows.py`.
+"""Results of lm-evaluation-harness 0.4.13 (torch 2.13, transformers 5.22, float32) on the rows of `text_rows.py`.
 
-By tokenizer and benchmark: its scores, and of every sample how likely each option is.
+Scores and log-likelihoods of all options, per tokenizer and benchmark.
 """
 
 HARNESS = {
@@ -99,7 +99,7 @@ HARNESS = {
     },
 }
 
-# Contexts that are empty or end in spaces, with what goes on from them.
+# Contexts that are empty or end in spaces, with their continuations.
 BARE = [("", " red cube"), ("", "roof"), ("a roof  ", "tap"), ("a roof\n", " tap")]
 HARNESS_BARE = {
     "bytes": [-29.5225, -10.1849, -29.3002, -29.8357],

@@ -1,4 +1,4 @@
-"""Made-up rows of the benchmarks of words alone, in the columns of the hubs, and a small Llama to weigh them with."""
+"""Synthetic rows of the text benchmarks in their published columns, and a small Llama that scores them."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
-from vitrail.nn import AttentionConfig, BlockConfig, GatedConfig, RotaryConfig
-from vitrail.processing.text import Tokenizer
+from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, RotaryConfig
+from vitrail.processing.tokenizer import Tokenizer
 
 HUB = {
     "arc": [
@@ -60,7 +60,7 @@ def corpus() -> list[str]:
 
 
 def pieces() -> Tokenizer:
-    """As Llama 2 has it: words begin with ▁, the first one too, and what is in no piece is spelled in bytes."""
+    """A tokenizer like that of Llama 2: all words start with ▁, and unknown characters become bytes."""
     rust = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
@@ -76,20 +76,22 @@ def pieces() -> Tokenizer:
 def words_of(kind: str) -> Tokenizer:
     if kind == "pieces":
         return pieces()
-    return Tokenizer.train(corpus(), 384, bos=None if kind == "without bos" else "<s>", eos="</s>", specials=("</s>",))
+    return Tokenizer.train(
+        corpus(), 384, bos=None if kind == "without bos" else "<s>", eos="</s>", special_tokens=("</s>",)
+    )
 
 
-# How the words are cut, and how many tokens the model reads.
+# Tokenizer kind, and context length of the model.
 KINDS = {"bytes": 128, "without bos": 128, "pieces": 128, "short": 40}
 
 
 def decoder(vocab: int, context: int = 128) -> Decoder:
-    """A Llama with weights by formula, so that it is the same everywhere."""
+    """A Llama with weights from a formula, equal on all machines."""
     block = BlockConfig(
-        width=32, attention=AttentionConfig(heads=4, kv_heads=2), mlp=GatedConfig(hidden=48), norm="rms"
+        width=32, attention=AttentionConfig(heads=4, kv_heads=2), mlp=GatedMLPConfig(intermediate_size=48), norm="rms"
     )
     rotary = RotaryConfig(head_dim=8)
-    model = Decoder(DecoderConfig(vocab=vocab, layers=2, block=block, rotary=rotary, context=context))
+    model = Decoder(DecoderConfig(vocab_size=vocab, layers=2, block=block, rotary=rotary, context_length=context))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             at = torch.arange(parameter.numel(), dtype=torch.float64) + 1
@@ -101,4 +103,4 @@ def decoder(vocab: int, context: int = 128) -> Decoder:
 def llama(folder, kind: str = "bytes") -> None:
     """The same as a Hugging Face folder."""
     words = words_of(kind)
-    hub.to_hf(decoder(words.size, KINDS[kind]), folder, tokenizer=words)
+    hub.to_hf(decoder(words.vocab_size, KINDS[kind]), folder, tokenizer=words)

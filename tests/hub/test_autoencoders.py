@@ -1,4 +1,4 @@
-"""Codecs on disk: our own format, diffusers' AutoencoderKL and VQModel, and QLIP's layout against its equations."""
+"""Codec checkpoints: native format, diffusers' AutoencoderKL and VQModel, and QLIP against its equations."""
 
 import json
 import random
@@ -9,30 +9,32 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from helpers import randomize, relative
-from vitrail.codecs.codec import Codec, CodecConfig, identity
-from vitrail.codecs.conv import ConvPairConfig
-from vitrail.codecs.presets import CODECS
+from vitrail.codecs.codec import Codec, CodecConfig, compute_codec_identity
+from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig
+from vitrail.codecs.presets import CODEC_PRESETS
 from vitrail.codecs.quantizers import FSQConfig, KLConfig, VQConfig
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
-from vitrail.hub.qlip import QLIP, TOWERS, load_towers
+from vitrail.hub.qlip_checkpoint import QLIP, QLIP_TOWERS, load_contrastive_towers
 
 diffusers = pytest.importorskip("diffusers")
 AutoencoderKL = diffusers.AutoencoderKL  # the import takes seconds: here, not in the first test
 
-NET = {"widths": (8, 16), "layers": 1, "groups": 4, "size": (16, 16)}
+NET = {"widths": (8, 16), "layers": 1, "norm_groups": 4, "image_size": (16, 16)}
 
 
 # ---- our own format ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantizer", [VQConfig(codes=30, dim=6), FSQConfig(levels=(8, 5, 5)), KLConfig(width=4)])
-def test_a_codec_is_saved_and_loaded(tmp_path, quantizer):
+@pytest.mark.parametrize(
+    "quantizer", [VQConfig(codebook_size=30, dim=6), FSQConfig(levels=(8, 5, 5)), KLConfig(width=4)]
+)
+def test_save_and_load(tmp_path, quantizer):
     torch.manual_seed(1)
-    codec = randomize(Codec(CodecConfig(net=ConvPairConfig(**NET), quantizer=quantizer))).eval()
+    codec = randomize(Codec(CodecConfig(net=ConvAutoencoderConfig(**NET), quantizer=quantizer))).eval()
     save(codec, tmp_path)
     again = load(tmp_path)
-    assert identity(again) == identity(codec)
+    assert compute_codec_identity(again) == compute_codec_identity(codec)
     pixels = torch.rand(1, 3, 8, 8)
     found, other = codec.encode(pixels), again.encode(pixels)
     assert torch.equal(found.codes, other.codes)
@@ -44,12 +46,12 @@ def test_a_codec_is_saved_and_loaded(tmp_path, quantizer):
 
 
 def autoencoder(**more) -> Codec:
-    net = ConvPairConfig(**{**NET, "latent": 3, **more.pop("net", {})})
-    return randomize(Codec(CodecConfig(net=net, quantizer=KLConfig(width=3), scale=0.13025, **more))).eval()
+    net = ConvAutoencoderConfig(**{**NET, "latent_channels": 3, **more.pop("net", {})})
+    return randomize(Codec(CodecConfig(net=net, quantizer=KLConfig(width=3), scaling_factor=0.13025, **more))).eval()
 
 
-def test_diffusers_reads_what_is_written_and_we_what_it_writes(tmp_path):
-    codec = autoencoder(shift=0.5)
+def test_exchange_with_diffusers(tmp_path):
+    codec = autoencoder(shift_factor=0.5)
     to_hf(codec, tmp_path / "ours")
     theirs = AutoencoderKL.from_pretrained(tmp_path / "ours").eval()
     assert (theirs.config.scaling_factor, theirs.config.shift_factor) == (0.13025, 0.5)
@@ -61,21 +63,21 @@ def test_diffusers_reads_what_is_written_and_we_what_it_writes(tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     again = from_hf(tmp_path / "theirs")
     assert again.config == codec.config
-    assert identity(again) == identity(codec)
+    assert compute_codec_identity(again) == compute_codec_identity(codec)
 
 
-def test_shards_of_diffusers_and_their_halves_are_read(tmp_path):
+def test_diffusers_shards_in_half_precision(tmp_path):
     codec = autoencoder()
     to_hf(codec, tmp_path / "one")
     theirs = AutoencoderKL.from_pretrained(tmp_path / "one")
     theirs.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("diffusion_pytorch_model-*.safetensors"))) > 1
-    assert identity(load(tmp_path / "many")) == identity(codec)
+    assert compute_codec_identity(load(tmp_path / "many")) == compute_codec_identity(codec)
     theirs.half().save_pretrained(tmp_path / "one", variant="fp16")  # beside the other, as on the hub
-    assert identity(load(tmp_path / "one")) == identity(codec)
+    assert compute_codec_identity(load(tmp_path / "one")) == compute_codec_identity(codec)
 
 
-def test_older_names_of_attention(tmp_path):
+def test_legacy_attention_names(tmp_path):
     codec = autoencoder()
     to_hf(codec, tmp_path)
     file = tmp_path / "diffusion_pytorch_model.safetensors"
@@ -87,14 +89,14 @@ def test_older_names_of_attention(tmp_path):
         tensors[name] = tensor
     assert any(".query." in name for name in tensors)
     save_file(tensors, file)
-    assert identity(load(tmp_path)) == identity(codec)
+    assert compute_codec_identity(load(tmp_path)) == compute_codec_identity(codec)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"act_fn": "relu"}, "relu"),
-        ({"out_channels": 4}, "4 out"),
+        ({"out_channels": 4}, "out_channels 4"),
         ({"latents_mean": [0.1]}, "latents_mean"),
         ({"down_block_types": ["DownBlock2D", "DownEncoderBlock2D"]}, "DownBlock2D"),
         ({"up_block_types": ["AttnUpDecoderBlock2D", "UpDecoderBlock2D"]}, "attention"),
@@ -106,42 +108,44 @@ def test_older_names_of_attention(tmp_path):
         ({"norm_num_groups": 3}, "groups"),
         ({"sample_size": -1}, "size"),
         ({"layers_per_block": 3}, "no tensor"),
-        ({"_class_name": "AsymmetricAutoencoderKL"}, "unknown"),
+        ({"_class_name": "AsymmetricAutoencoderKL"}, "not supported"),
     ],
 )
-def test_what_is_not_built_is_refused(tmp_path, change, says):
+def test_unsupported_settings_raise(tmp_path, change, message):
     to_hf(autoencoder(), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(VitrailError, match=says):
+    with pytest.raises(VitrailError, match=message):
         load(tmp_path)
 
 
-def test_a_codec_that_is_no_autoencoder_kl_is_not_written_as_one(tmp_path):
-    net = ConvPairConfig(**NET)
-    for quantizer in (FSQConfig(levels=(8, 5)), VQConfig(codes=8, dim=4, metric="cosine")):
+def test_other_codec_is_not_exported(tmp_path):
+    net = ConvAutoencoderConfig(**NET)
+    for quantizer in (FSQConfig(levels=(8, 5)), VQConfig(codebook_size=8, dim=4, metric="cosine")):
         with pytest.raises(CheckpointError, match="no Hugging Face family"):
             to_hf(Codec(CodecConfig(net=net, quantizer=quantizer)), tmp_path)
-    modulated = CodecConfig(net=net.with_(modulated=True), quantizer=VQConfig(codes=8, dim=4))  # of 4 groups
+    modulated = CodecConfig(
+        net=net.replace(spatial_norm=True), quantizer=VQConfig(codebook_size=8, dim=4)
+    )  # of 4 groups
     with pytest.raises(CheckpointError, match="no Hugging Face family"):
         to_hf(Codec(modulated), tmp_path)
 
 
 # ---- VQModel ----------------------------------------------------------------------------------------------------
 
-WIDE = {"widths": (32, 64), "layers": 1, "latent": 5, "levels": (1,), "size": (16, 16)}
+WIDE = {"widths": (32, 64), "layers": 1, "latent_channels": 5, "attention_levels": (1,), "image_size": (16, 16)}
 
 
 def booked(learn="gradient", modulated=True) -> Codec:
-    net = ConvPairConfig(**WIDE, modulated=modulated)
-    book = VQConfig(codes=30, dim=5, learn=learn, start=0)
-    return randomize(Codec(CodecConfig(net=net, quantizer=book, scale=0.5))).eval()
+    net = ConvAutoencoderConfig(**WIDE, spatial_norm=modulated)
+    book = VQConfig(codebook_size=30, dim=5, codebook_update=learn, kmeans_iters=0)
+    return randomize(Codec(CodecConfig(net=net, quantizer=book, scaling_factor=0.5))).eval()
 
 
 @pytest.mark.parametrize("modulated", [False, True])
 @pytest.mark.parametrize("learn", ["ema", "gradient"])
 @torch.no_grad()
-def test_codebooks_go_to_diffusers_and_come_back(tmp_path, learn, modulated):
+def test_codebook_exchange_with_diffusers(tmp_path, learn, modulated):
     codec = booked(learn, modulated)
     to_hf(codec, tmp_path / "ours")
     theirs = diffusers.VQModel.from_pretrained(tmp_path / "ours").eval()
@@ -151,48 +155,48 @@ def test_codebooks_go_to_diffusers_and_come_back(tmp_path, learn, modulated):
     assert relative(codec.decode(found.codes), theirs.decode(features).sample) < 1e-5
     theirs.save_pretrained(tmp_path / "theirs")
     again = from_hf(tmp_path / "theirs")
-    assert again.config.with_(quantizer=codec.config.quantizer) == codec.config
-    assert torch.equal(again.quantizer.table(), codec.quantizer.table())
+    assert again.config.replace(quantizer=codec.config.quantizer) == codec.config
+    assert torch.equal(again.quantizer.get_codebook(), codec.quantizer.get_codebook())
     assert torch.equal(again.reconstruct(pixels), codec.reconstruct(pixels))
 
 
-def test_a_codebook_that_came_with_its_codes_is_not_started_anew(tmp_path):
+def test_loaded_codebook_is_not_reinitialized(tmp_path):
     to_hf(booked(), tmp_path)
     codec = load(tmp_path).train()
-    before = codec.quantizer.table().clone()
+    before = codec.quantizer.get_codebook().clone()
     assert bool(codec.quantizer.started) and (codec.quantizer.counts == 1).all()
     codec(torch.rand(1, 3, 8, 8) * 2 - 1)[0].square().sum().backward()
-    assert torch.equal(codec.quantizer.table(), before)
+    assert torch.equal(codec.quantizer.get_codebook(), before)
     assert codec.decoder.norm.scale.weight.grad.abs().sum() > 0
 
 
-def test_codes_stay_exact_where_weights_are_halves(tmp_path):
+def test_codebook_keeps_its_dtype(tmp_path):
     to_hf(booked(), tmp_path)
     theirs = diffusers.VQModel.from_pretrained(tmp_path).half()
     theirs.save_pretrained(tmp_path)
     codec = load(tmp_path)
     assert codec.quantizer.codebook.dtype == torch.float32 and codec.device.type == "cpu"
-    assert torch.equal(codec.quantizer.table(), theirs.quantize.embedding.weight.float())
+    assert torch.equal(codec.quantizer.get_codebook(), theirs.quantize.embedding.weight.float())
     codec = load(tmp_path, dtype=torch.float32)
     assert codec.reconstruct(torch.rand(1, 3, 8, 8)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"norm_num_groups": 8}, "32 groups"),
-        ({"vq_embed_dim": 3}, "as wide as"),
+        ({"vq_embed_dim": 3}, "equal to latent_channels"),
         ({"norm_type": "layer"}, "norm_type"),
         ({"num_vq_embeddings": 0}, "num_vq_embeddings"),
         ({"num_vq_embeddings": 31}, "shape"),
         ({"norm_type": "group"}, "no tensor"),
     ],
 )
-def test_codebooks_that_are_not_built_are_refused(tmp_path, change, says):
+def test_unsupported_codebooks_raise(tmp_path, change, message):
     to_hf(booked(), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(VitrailError, match=says):
+    with pytest.raises(VitrailError, match=message):
         load(tmp_path)
 
 
@@ -200,7 +204,7 @@ def test_codebooks_that_are_not_built_are_refused(tmp_path, change, says):
 
 
 def qlip_settings(seed: int) -> dict:
-    """Settings that the published classes take, and nobody would choose."""
+    """Unusual settings that the published classes accept."""
     draw = random.Random(seed)
     patch, side, channels = draw.choice([2, 3]), draw.choice([2, 3, 5]), 3
 
@@ -272,7 +276,7 @@ def blocks(about: dict, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def shapes(about: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a published file."""
+    """Shapes of the tensors of a published file."""
     seen, drawn, words, E = (about[k] for k in ("vision_config", "decoder_config", "text_config", "projection_dim"))
     W, D, T, P = seen["hidden_size"], drawn["hidden_size"], words["hidden_size"], seen["patch_size"]
     N, bits = (seen["image_size"] // P) ** 2, seen["quantizer_cfg"]["embed_dim"]
@@ -303,7 +307,7 @@ def shapes(about: dict) -> dict[str, tuple[int, ...]]:
 
 
 class Published:
-    """The forward pass as the equations say, from tensors by their published names, in float64."""
+    """Reference forward pass from the equations, in float64, with published tensor names."""
 
     def __init__(self, about: dict, tensors: dict[str, torch.Tensor]):
         self.about, self.t = about, {name: tensor.double() for name, tensor in tensors.items()}
@@ -355,7 +359,7 @@ class Published:
         return x
 
     def see(self, pixels):
-        """Pixels by CLIP's mean → what the quantizer reads, and the picture's embedding."""
+        """Encode normalized pixels as quantizer inputs and image embedding."""
         about, v = self.about["vision_config"], "vision_model."
         e, P = f"{v}embeddings.", about["patch_size"]
         patches = F.conv2d(pixels, self.t[f"{e}patch_embedding.weight"], self.t[f"{e}patch_embedding.bias"], stride=P)
@@ -367,7 +371,7 @@ class Published:
         return F.normalize(h, dim=-1), self.linear(pooled, "visual_projection")
 
     def draw(self, signs):
-        """signs (B, N, bits) of ±1 → pixels by CLIP's mean"""
+        """Decode signs (B, N, bits) of ±1 to normalized pixels."""
         about, v, d = self.about["decoder_config"], "vision_model.", "vision_decoder."
         x = self.linear(signs / signs.shape[-1] ** 0.5, f"{v}quant_embed_post.c_fc")
         x = self.linear(F.gelu(x), f"{v}quant_embed_post.c_proj") + self.t[f"{d}position_embeddings"]
@@ -399,52 +403,52 @@ def published(seed: int, folder) -> tuple[dict, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("seed", range(12))
 @torch.no_grad()
-def test_qlip_equals_its_equations(tmp_path, seed):
+def test_qlip_matches_its_equations(tmp_path, seed):
     about, tensors = published(seed, tmp_path)
     reference, codec = Published(about, tensors), load(tmp_path).double()
-    pixels = torch.rand(2, 3, *codec.size, dtype=torch.float64)
+    pixels = torch.rand(2, 3, *codec.image_size, dtype=torch.float64)
     mean, std = (torch.tensor(x, dtype=torch.float64).view(3, 1, 1) for x in (codec.config.mean, codec.config.std))
     h, embedding = reference.see((pixels - mean) / std)
 
     found = codec.encode(pixels * 2 - 1)
-    side = codec.size[0] // codec.factor
+    side = codec.image_size[0] // codec.downsample_factor
     assert found.ids.shape == (2, side, side)
     places = 2 ** torch.arange(h.shape[-1] - 1, -1, -1)
     assert torch.equal(found.ids.flatten(1), ((h > 0).long() * places).sum(-1))  # the first dimension highest
-    read = codec.into(codec.features(pixels * 2 - 1)).flatten(1, 2)
+    read = codec.pre_quant_proj(codec.forward_features(pixels * 2 - 1)).flatten(1, 2)
     assert relative(F.normalize(read, dim=-1), h) < 1e-5  # rotary angles are float32
     again = reference.draw(torch.where(h > 0, 1.0, -1.0).double())
     assert relative((codec.decode(found.codes) + 1) / 2, again * std + mean) < 1e-5
 
-    towers = load_towers(tmp_path).double()
+    towers = load_contrastive_towers(tmp_path).double()
     assert relative(towers.encode_image((pixels - mean) / std), embedding) < 1e-5
     words = torch.tensor([[1, 4, 19, 0, 0], [3, 2, 7, 9, 19]])
     assert relative(towers.encode_text(words), reference.read(words)) < 1e-5
     assert torch.equal(towers.log_scale, tensors["logit_scale"].double().view(1))
-    assert relative(codec.encoder.pool((pixels - mean) / std), embedding) < 1e-5
+    assert relative(codec.encoder.forward_pooled((pixels - mean) / std), embedding) < 1e-5
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_qlip_comes_back_as_it_was(tmp_path, seed):
+def test_qlip_round_trip(tmp_path, seed):
     _, tensors = published(seed, tmp_path / "theirs")
-    codec, towers = load(tmp_path / "theirs"), load_towers(tmp_path / "theirs")
+    codec, towers = load(tmp_path / "theirs"), load_contrastive_towers(tmp_path / "theirs")
     to_hf(codec, tmp_path / "ours")
     written = load_file(tmp_path / "ours" / "model.safetensors")
     left = set(tensors) - set(written)
     assert all(torch.equal(written[name], tensors[name]) for name in written)
     assert {name.partition(".")[0] for name in left} == {"text_model", "text_projection", "logit_scale"}
-    assert identity(load(tmp_path / "ours")) == identity(codec)
+    assert compute_codec_identity(load(tmp_path / "ours")) == compute_codec_identity(codec)
     state, names = towers.state_dict(), set(written)
-    for move in TOWERS.moves(towers.config):
-        for name, tensor in zip(move.theirs, move.push([state[ours] for ours in move.ours]), strict=True):
+    for move in QLIP_TOWERS.tensor_rules(towers.config):
+        for name, tensor in zip(move.hf, move.export([state[ours] for ours in move.native]), strict=True):
             assert torch.equal(tensor, tensors[name])
             names.add(name)
     assert names == set(tensors)  # between them, the two models have all of it
-    assert TOWERS.fits(towers.config)
+    assert QLIP_TOWERS.supports(towers.config)
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "says"),
+    ("part", "change", "message"),
     [
         ("vision_config", {"quantizer": "none"}, "quantizer"),
         ("vision_config", {"quantizer_embed_type": "identity"}, "identity"),
@@ -458,14 +462,14 @@ def test_qlip_comes_back_as_it_was(tmp_path, seed):
         ("decoder_config", {"patch_size": 1}, "differ"),
     ],
 )
-def test_what_is_no_qlip_is_refused(tmp_path, part, change, says):
+def test_unsupported_qlip_settings_raise(tmp_path, part, change, message):
     about, _ = published(0, tmp_path)
     about[part] |= change
     (tmp_path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(VitrailError, match=says):
+    with pytest.raises(VitrailError, match=message):
         load(tmp_path)
 
 
-def test_released_qlips_can_be_written():
+def test_released_qlips_can_be_exported():
     for name in ("qlip-b16-256", "qlip-b8-256", "qlip-l14-392"):
-        assert QLIP.fits(CODECS[name])
+        assert QLIP.supports(CODEC_PRESETS[name])

@@ -1,5 +1,6 @@
-"""BLIP-2 after its first stage against transformers' Blip2ForImageTextRetrieval, on random checkpoints: what it
-compares, what it matches, gradients, and there and back."""
+"""First stage of BLIP-2 matches Blip2ForImageTextRetrieval on random checkpoints.
+
+Compares similarities, matching scores, gradients and round trips."""
 
 import json
 
@@ -10,7 +11,7 @@ from transformers import Blip2Config, Blip2ForImageTextRetrieval
 from helpers import randomize, relative
 from vitrail import hub
 from vitrail.errors import CheckpointError
-from vitrail.models.qformer import TextQFormer
+from vitrail.models.text_qformer import TextQFormer
 
 TOWER = {"hidden_size": 22, "intermediate_size": 37, "num_attention_heads": 2, "image_size": 15, "patch_size": 5}
 WORDS = {"vocab_size": 110, "max_position_embeddings": 12, "use_qformer_text_input": True}
@@ -37,7 +38,7 @@ def both(request, tmp_path):
 
 
 def sample(seed: int = 0):
-    """pixels, ids as transformers has them with their mask, and as we have them: −1 behind a text"""
+    """Return pixels, ids with mask for transformers, and native ids (−1 as padding)."""
     chance = torch.Generator().manual_seed(seed)
     pixels = torch.randn(3, 3, 15, 15, generator=chance)
     ids = torch.randint(3, 100, (3, 7), generator=chance)
@@ -45,7 +46,7 @@ def sample(seed: int = 0):
     return pixels, ids, real, ids.masked_fill(~real, -1)
 
 
-def test_similarities_of_all_pairs_agree(both):
+def test_similarities_match_transformers(both):
     theirs, ours = both
     pixels, ids, real, padded = sample()
     wanted = theirs(pixel_values=pixels, input_ids=ids, attention_mask=real.long()).logits_per_image
@@ -64,12 +65,12 @@ def test_similarities_of_all_pairs_agree(both):
         assert relative(mine.grad.view(other.grad.shape), other.grad) < 1e-3
 
 
-def test_pairs_are_matched_alike(both):
+def test_matching_scores_match_transformers(both):
     theirs, ours = both
     pixels, ids, real, padded = sample(1)
     more = {"attention_mask": real.long(), "use_image_text_matching_head": True}
     wanted = theirs(pixel_values=pixels, input_ids=ids, **more).logits_per_image
-    found = ours.match(ours.features(pixels), padded)
+    found = ours.compute_match_logits(ours.forward_features(pixels), padded)
     assert found.shape == (3, 2) and relative(found, wanted) < 1e-4
     found[:, 1].sum().backward()
     wanted[:, 1].sum().backward()
@@ -77,7 +78,7 @@ def test_pairs_are_matched_alike(both):
     assert relative(ours.embed.weight.grad, theirs_grad) < 1e-3
 
 
-def test_there_and_back(both, tmp_path):
+def test_round_trip(both, tmp_path):
     theirs, ours = both
     hub.to_hf(ours, tmp_path / "again")
     again = Blip2ForImageTextRetrieval.from_pretrained(tmp_path / "again").eval()
@@ -89,14 +90,14 @@ def test_there_and_back(both, tmp_path):
     assert torch.equal(own(pixels, padded), ours(pixels, padded))
 
 
-def test_what_writes_has_no_place_there(both, tmp_path):
+def test_text_generation_head_is_not_exported(both, tmp_path):
     _, ours = both
-    config = ours.config.with_(dec=3, log_scale=1.0)
+    config = ours.config.replace(decoder_start_token_id=3, log_scale=1.0)
     with pytest.raises(CheckpointError, match="TextQFormer"):
         hub.to_hf(TextQFormer(config), tmp_path / "none")
 
 
-def test_a_file_without_words_is_refused(tmp_path):
+def test_checkpoint_without_text_tensors_raises(tmp_path):
     reference = blip2()
     reference.save_pretrained(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())

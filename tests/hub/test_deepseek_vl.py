@@ -1,5 +1,6 @@
-"""DeepSeek-VL, of one tower and of two, against transformers on random checkpoints of odd shapes: values, gradients,
-pixels, there and back."""
+"""DeepSeek-VL with one and two towers matches transformers on random checkpoints of unusual shapes.
+
+Compares values, gradients, pixels and round trips."""
 
 import json
 import re
@@ -22,15 +23,15 @@ from transformers.models.deepseek_vl_hybrid.image_processing_pil_deepseek_vl_hyb
 
 from helpers import randomize, relative
 from hub.test_blip2_internvl import IMAGE, VALUES, asked, comes_back, gradients, pictures, same_gradients
-from vitrail.encoders.hybrid import HybridConfig, shrunk
-from vitrail.encoders.towers import normalized
+from vitrail.encoders.hybrid_tower import HybridTowerConfig, downscale_pixels
+from vitrail.encoders.multi_tower import normalize_pixels
 from vitrail.errors import VitrailError
 from vitrail.hub import from_hf
-from vitrail.hub.families import FAMILIES
-from vitrail.hub.llava import whole_spelt
-from vitrail.models.presets import VLMS
-from vitrail.models.vlm import VLM, prepare
-from vitrail.stream import pack, split
+from vitrail.hub.llava import normalize_llava_config
+from vitrail.models.presets import VLM_PRESETS
+from vitrail.models.vlm import VLM, prepare_images
+from vitrail.registry import FAMILIES
+from vitrail.stream import pack_streams, split_by_sample
 
 TEXT = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 99, "intermediate_size": 47}
 TEXT |= {"num_key_value_heads": 1}
@@ -72,29 +73,29 @@ def loaded(case, folder):
 
 
 def processor(config, **more):
-    """Theirs, of the sizes of ours, and with settings that no default has."""
+    """Build the transformers processor with the same sizes and non-default settings."""
     policy = config.policy
-    sizes = {"size": {"height": policy.size, "width": policy.size}, "min_size": 7, "resample": 2, **more}
+    sizes = {"size": {"height": policy.image_size, "width": policy.image_size}, "min_size": 7, "resample": 2, **more}
     norms = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.3]}
-    if policy.fine is None:
+    if policy.high_res_size is None:
         return DeepseekVLImageProcessorPil(**sizes, **norms)
-    sizes["high_res_size"] = {"height": policy.side, "width": policy.side}
+    sizes["high_res_size"] = {"height": policy.view_size, "width": policy.view_size}
     return DeepseekVLHybridImageProcessorPil(**sizes, **norms)
 
 
 def both_sizes(tower, shown):
-    """What the towers are shown, as transformers calls it."""
-    if not isinstance(tower, HybridConfig):
+    """Return the pixel arguments of transformers for both towers."""
+    if not isinstance(tower, HybridTowerConfig):
         return {"pixel_values": shown.pixels}
-    low = shrunk(shown.pixels, tower.low.vit.image, tower.resample)
+    low = downscale_pixels(shown.pixels, tower.low.vit.image_size, tower.resample)
     return {
-        "pixel_values": normalized(low, tower.low.mean, tower.low.std),
-        "high_res_pixel_values": normalized(shown.pixels, tower.mean, tower.std),
+        "pixel_values": normalize_pixels(low, tower.low.mean, tower.low.std),
+        "high_res_pixel_values": normalize_pixels(shown.pixels, tower.mean, tower.std),
     }
 
 
 def theirs(reference, samples, pixels):
-    """Every sample by itself, as transformers takes it."""
+    """Run transformers sample by sample."""
     found, first = [], 0
     for sample in samples:
         n = sum(source.feed == "image" for source in sample.sources)
@@ -106,21 +107,22 @@ def theirs(reference, samples, pixels):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_agrees(case, tmp_path):
-    """No picture, one, and several of unequal sizes; packed in one row here, each by itself there; gradients too. The
-    pixels are those of transformers' processor."""
+def test_matches_transformers(case, tmp_path):
+    """Values and gradients with zero, one and several images, with pixels of transformers' processor."""
     reference, _ = loaded(case, tmp_path)
-    made = processor(FAMILIES[reference.config.model_type].read(json.loads((tmp_path / "config.json").read_text())))
+    made = processor(
+        FAMILIES[reference.config.model_type].from_hf_config(json.loads((tmp_path / "config.json").read_text()))
+    )
     made.save_pretrained(tmp_path)
     ours = from_hf(tmp_path).eval()
     images = pictures((40, 90), (33, 31), (64, 20))
-    shown, pixels = ours.prepare(images), made(images, return_tensors="pt")
+    shown, pixels = ours.prepare_images(images), made(images, return_tensors="pt")
     for name, mine in both_sizes(ours.config.tower, shown).items():
         torch.testing.assert_close(mine, pixels[name], rtol=0, atol=0)
 
     samples = asked(ours, shown, 0, 1, 2)
-    batch = pack(samples, sum(map(len, samples)))
-    logits, expected = split(batch, ours(batch, shown)), theirs(reference, samples, pixels)
+    batch = pack_streams(samples, sum(map(len, samples)))
+    logits, expected = split_by_sample(batch, ours(batch, shown)), theirs(reference, samples, pixels)
     for a, b in zip(logits, expected, strict=True):
         assert a.shape == b.shape and relative(a, b) <= VALUES
 
@@ -130,11 +132,11 @@ def test_agrees(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_comes_back(case, tmp_path):
+def test_round_trip(case, tmp_path):
     comes_back(*loaded(case, tmp_path / "hf"), tmp_path)
 
 
-def test_names_as_the_released_files_have_them(tmp_path):
+def test_released_tensor_names(tmp_path):
     _, ours = loaded("two towers", tmp_path)
     file = tmp_path / "model.safetensors"
     older = {re.sub(r"^(model\.vision_model\.)", r"\1vision_model.", name): x for name, x in load_file(file).items()}
@@ -146,36 +148,38 @@ def test_names_as_the_released_files_have_them(tmp_path):
 
 @pytest.mark.parametrize("resample", [2, 3])
 @pytest.mark.parametrize("size", [(1, 1), (3, 1000), (700, 701), (480, 640), (1500, 90)])
-def test_pixels_of_the_released_sizes(size, resample):
-    """384 and 1,024 pixels. Noise, so that a pixel out of place shows."""
+def test_pixels_match_at_released_sizes(size, resample):
+    """384 and 1024 pixels, with noise as input to detect shifts."""
     [image] = pictures(size)
-    config = VLMS["deepseek-vl-7b"]
+    config = VLM_PRESETS["deepseek-vl-7b"]
     made = DeepseekVLHybridImageProcessorPil(resample=resample)
-    config = FAMILIES["deepseek_vl_hybrid"].pictures.read(config, json.loads(made.to_json_string()))
-    for name, mine in both_sizes(config.tower, prepare(config, [image])).items():
+    config = FAMILIES["deepseek_vl_hybrid"].image_processor.apply_processor_config(
+        config, json.loads(made.to_json_string())
+    )
+    for name, mine in both_sizes(config.tower, prepare_images(config, [image])).items():
         torch.testing.assert_close(mine, made(image, return_tensors="pt")[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("case", "change", "says"),
+    ("case", "change", "message"),
     [
         ("one tower", {"vision_config": {"model_type": "clip_vision_model"}}, "clip_vision_model"),
         ("two towers", {"high_res_vision_config": {"model_type": "dinov2"}}, "dinov2"),
-        ("two towers", {"high_res_vision_config": HIGH | {"global_attn_indexes": []}}, "sees the whole picture"),
+        ("two towers", {"high_res_vision_config": HIGH | {"global_attn_indexes": []}}, "no full attention"),
         ("two towers", {"high_res_vision_config": HIGH | {"window_size": -3}}, "window_size"),
         ("two towers", {"text_config": TEXT | {"model_type": "mamba"}}, "mamba"),
     ],
 )
-def test_what_is_not_built_is_refused(case, change, says, tmp_path):
+def test_unsupported_settings_raise(case, change, message, tmp_path):
     CASES[case]().save_pretrained(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(about | change))
-    with pytest.raises(VitrailError, match=says):
+    with pytest.raises(VitrailError, match=message):
         from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"do_pad": False}, "do_pad"),
         ({"size": {"height": 20, "width": 20}}, "size"),
@@ -184,11 +188,11 @@ def test_what_is_not_built_is_refused(case, change, says, tmp_path):
         ({"rescale_factor": 0.5}, "0.5"),
     ],
 )
-def test_pictures_that_would_be_prepared_otherwise_are_refused(change, says, tmp_path):
+def test_unsupported_preprocessing_raises(change, message, tmp_path):
     _, ours = loaded("two towers", tmp_path)
     about = json.loads(processor(ours.config).to_json_string()) | change
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
-    with pytest.raises(VitrailError, match=says):
+    with pytest.raises(VitrailError, match=message):
         from_hf(tmp_path)
 
 
@@ -215,8 +219,10 @@ PUBLISHED = {
 def test_published_sizes(name):
     about, millions = PUBLISHED[name]
     row = FAMILIES[about.model_type]
-    config = row.read(json.loads(about.to_json_string(use_diff=False)))
-    assert row.fits(VLMS[name]) and whole_spelt(config) == whole_spelt(VLMS[name])
+    config = row.from_hf_config(json.loads(about.to_json_string(use_diff=False)))
+    assert row.supports(VLM_PRESETS[name]) and normalize_llava_config(config) == normalize_llava_config(
+        VLM_PRESETS[name]
+    )
     with torch.device("meta"):
         reference, ours = AutoModelForImageTextToText.from_config(about), VLM(config)
     count = sum(p.numel() for p in reference.parameters())

@@ -1,4 +1,4 @@
-"""EVA-02 in timm's layout against its equations written out plainly, and against timm itself where it is installed."""
+"""EVA-02 matches its equations, and timm where it is installed."""
 
 import importlib.util
 import json
@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from helpers import relative
 from vitrail.encoders import ViT
-from vitrail.encoders.presets import VITS
+from vitrail.encoders.presets import VIT_PRESETS
 from vitrail.errors import CheckpointError
 from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.eva02 import ARCHITECTURES
-from vitrail.hub.families import FAMILIES
+from vitrail.registry import FAMILIES
 
 CASES = 24
 
 
 def odd(seed: int) -> dict:
-    """Settings timm's Eva takes, and nobody would choose."""
+    """Draw unusual settings that timm's Eva accepts."""
     draw = random.Random(seed)
     heads, patch, norms = draw.choice([1, 2, 3]), draw.choice([2, 3, 5]), draw.choice(["none", "mlp", "both"])
     return {
@@ -44,7 +44,7 @@ def odd(seed: int) -> dict:
 
 
 def shapes(args: dict, classes: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a timm file."""
+    """Shapes of the tensors of a timm file."""
     W, P, C, hidden = (
         args["embed_dim"],
         args["patch_size"],
@@ -82,7 +82,7 @@ def linear(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
 
 
 def folder(path, seed: int, classes: int = 0):
-    """A timm folder with random weights: its settings and tensors."""
+    """Write a timm folder with random weights; return its settings and tensors."""
     args = odd(seed)
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: torch.randn(s, generator=generator) * 0.3 for n, s in shapes(args, classes).items()}
@@ -97,7 +97,7 @@ def folder(path, seed: int, classes: int = 0):
 
 
 def plain(args: dict, w: dict, pixels) -> tuple[list, torch.Tensor]:
-    """EVA-02 step by step: the states between blocks and the pooled vector."""
+    """Reference forward pass: states between blocks and the pooled vector."""
 
     def dense(x, name):
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -162,7 +162,7 @@ def plain(args: dict, w: dict, pixels) -> tuple[list, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_equations(seed, tmp_path):
+def test_matches_equations(seed, tmp_path):
     args, tensors = folder(tmp_path / "timm", seed)
     ours, draw = from_hf(tmp_path / "timm"), random.Random(seed)
     P, C = args["patch_size"], args["in_chans"]
@@ -171,8 +171,8 @@ def test_equations(seed, tmp_path):
         pixels = torch.randn(2, C, h, w, requires_grad=True)
         states, pooled = plain(args, tensors, pixels)
         for layer in {0, 1, -1, -2}:
-            assert relative(ours.tokens(pixels, layer=layer), states[layer]) <= 1e-4
-        mine = ours.pool(pixels)
+            assert relative(ours.forward_tokens(pixels, layer=layer), states[layer]) <= 1e-4
+        mine = ours.forward_pooled(pixels)
         assert relative(mine, pooled) <= 1e-4
         weight = torch.randn_like(mine)
         a, b = (torch.autograd.grad((x * weight).sum(), pixels)[0] for x in (mine, pooled))
@@ -183,16 +183,16 @@ def test_equations(seed, tmp_path):
         assert back.keys() == tensors.keys() and all(torch.equal(back[n], tensors[n]) for n in back)
         assert from_hf(tmp_path / "back").config == ours.config
         save(ours, tmp_path / "own")
-        assert torch.equal(load(tmp_path / "own").pool(pixels), ours.pool(pixels))
+        assert torch.equal(load(tmp_path / "own").forward_pooled(pixels), ours.forward_pooled(pixels))
 
 
-def test_a_head_comes_along(tmp_path):
+def test_classification_head(tmp_path):
     args, tensors = folder(tmp_path / "timm", 2, classes=11)
     ours = from_hf(tmp_path / "timm")
     assert torch.equal(ours.head.weight, tensors["head.weight"])
     pixels = torch.randn(2, args["in_chans"], args["img_size"], args["img_size"])
     pooled = plain(args, tensors, pixels)[1]
-    assert relative(ours.pool(pixels), F.linear(pooled, tensors["head.weight"], tensors["head.bias"])) <= 1e-4
+    assert relative(ours.forward_pooled(pixels), F.linear(pooled, tensors["head.weight"], tensors["head.bias"])) <= 1e-4
     to_hf(ours, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_classes"] == 11
 
@@ -200,25 +200,25 @@ def test_a_head_comes_along(tmp_path):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_released_shapes(name):
     row = FAMILIES["eva02"]
-    config = row.read({"architecture": name, "num_classes": 1000})
-    assert row.write(config)["architecture"] == name and row.read(row.write(config)) == config
+    config = row.from_hf_config({"architecture": name, "num_classes": 1000})
+    assert row.to_hf_config(config)["architecture"] == name and row.from_hf_config(row.to_hf_config(config)) == config
     with torch.device("meta"):
         ours = ViT(config).state_dict()
         theirs = {n: torch.empty(s) for n, s in shapes(ARCHITECTURES[name], 1000).items()}
     pulled, pushed = {}, {}
-    for move in row.moves(config):
-        pulled |= zip(move.ours, move.pull([theirs[x] for x in move.theirs]), strict=True)
-        pushed |= zip(move.theirs, move.push([ours[x] for x in move.ours]), strict=True)
+    for move in row.tensor_rules(config):
+        pulled |= zip(move.native, move.load([theirs[x] for x in move.hf]), strict=True)
+        pushed |= zip(move.hf, move.export([ours[x] for x in move.native]), strict=True)
     assert {k: v.shape for k, v in pulled.items()} == {k: v.shape for k, v in ours.items()}
     assert {k: v.shape for k, v in pushed.items()} == {k: v.shape for k, v in theirs.items()}
 
 
-def test_presets_are_timms():
-    read = FAMILIES["eva02"].read
-    assert read({"architecture": "eva02_large_patch14_224"}) == VITS["eva02-l14"]
-    assert read({"architecture": "eva02_tiny_patch14_336.mim_in22k_ft_in1k"}) == VITS["eva02-ti14-336"]
+def test_presets_match_timm():
+    read = FAMILIES["eva02"].from_hf_config
+    assert read({"architecture": "eva02_large_patch14_224"}) == VIT_PRESETS["eva02-l14"]
+    assert read({"architecture": "eva02_tiny_patch14_336.mim_in22k_ft_in1k"}) == VIT_PRESETS["eva02-ti14-336"]
     clip = read({"architecture": "eva02_large_patch14_clip_224", "pretrained_cfg": {"num_classes": 768}})
-    assert clip == VITS["eva02-l14-clip"]
+    assert clip == VIT_PRESETS["eva02-l14-clip"]
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_presets_are_timms():
         ({"architecture": "eva02_base_patch14_224", "model_args": {"global_pool": "max"}}, "max"),
     ],
 )
-def test_what_is_not_built(about, why):
+def test_unsupported_settings_raise(about, why):
     with pytest.raises(CheckpointError, match=why):
-        FAMILIES["eva02"].read(about)
+        FAMILIES["eva02"].from_hf_config(about)
 
 
-def test_an_unknown_architecture(tmp_path):
+def test_unknown_architecture_raises(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet50", "pretrained_cfg": {}}))
     with pytest.raises(CheckpointError, match="unknown architecture 'resnet50'"):
         from_hf(tmp_path)
@@ -246,7 +246,7 @@ def test_an_unknown_architecture(tmp_path):
 
 @pytest.fixture(scope="module")
 def timm():
-    """timm needs torchvision, whose compiled part does not load on torch's CPU build: two empty operators stand in."""
+    """Import timm with two stub operators for torchvision, which may not load on CPU builds of torch."""
     if not all(map(importlib.util.find_spec, ("timm", "torchvision"))):
         pytest.skip("timm is not installed")
     with torch.library._scoped_library("torchvision", "FRAGMENT") as library:
@@ -258,7 +258,7 @@ def timm():
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_timm(timm, seed, tmp_path):
+def test_matches_timm(timm, seed, tmp_path):
     classes = random.Random(seed).choice([0, 7])
     args, tensors = folder(tmp_path / "timm", seed, classes)
     for dynamic in (False, True):
@@ -270,8 +270,8 @@ def test_timm(timm, seed, tmp_path):
         h, w = (args["img_size"],) * 2 if not dynamic else (args["patch_size"] * 3, args["patch_size"] * 4)
         pixels = torch.randn(2, args["in_chans"], h, w, requires_grad=True)
         features = reference.forward_features(pixels)
-        assert relative(ours.tokens(pixels), features) <= 1e-4
-        mine = ours.pool(pixels)
+        assert relative(ours.forward_tokens(pixels), features) <= 1e-4
+        mine = ours.forward_pooled(pixels)
         pooled = reference.forward_head(features)
         assert relative(mine, pooled) <= 1e-4
         weight = torch.randn_like(mine)

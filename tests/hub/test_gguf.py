@@ -1,4 +1,4 @@
-"""GGUF files, written here byte by byte from the format's description."""
+"""GGUF files, written byte by byte from the format specification."""
 
 import json
 import struct
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from helpers import randomize, relative
 from vitrail.errors import CheckpointError, VitrailError
-from vitrail.hub import load, tokenizer
-from vitrail.hub.gguf import GGUF
+from vitrail.hub import load, load_tokenizer
+from vitrail.hub.gguf import GGUFFile
+from vitrail.hub.gguf_quantization import QUANTIZATION_TYPES
 from vitrail.hub.llama2c import read_tokenizer as read_llama2c
-from vitrail.hub.quants import QUANTS
-from vitrail.processing.chat import ChatTemplate
-from vitrail.processing.text import Tokenizer
+from vitrail.processing.chat_template import ChatTemplate
+from vitrail.processing.tokenizer import Tokenizer
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 FORMAT = dict(zip((U8, I8, U16, I16, U32, I32, F32, BOOL, U64, I64, F64), "BbHhIif?Qqd", strict=True))
@@ -38,7 +38,7 @@ def value(kind, content) -> bytes:
 
 
 def gguf(metadata: dict, tensors: dict | None = None, version=3, align=32) -> bytes:
-    """metadata: key → (type, value); tensors: name → (type, shape rows first, bytes)."""
+    """Build a file from metadata (key → (type, value)) and tensors (name → (type, shape, bytes))."""
     tensors = tensors or {}
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     for key, (kind, content) in metadata.items():
@@ -76,33 +76,33 @@ def block(kind: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_known_answers(kind, tmp_path):
+def test_dequantization_known_values(kind, tmp_path):
     name, size, _, begin, end, total = KNOWN[kind]
-    quant = QUANTS[kind]
-    assert (quant.name, quant.size) == (name, size)
+    quant = QUANTIZATION_TYPES[kind]
+    assert (quant.name, quant.block_bytes) == (name, size)
     path = tmp_path / "x.gguf"
     # twice in a row and two rows, so that blocks and rows are told apart
-    path.write_bytes(gguf({}, {"x": (kind, (2, 2 * quant.length), block(kind) * 4)}))
-    x = GGUF(path).read("x")
-    assert x.shape == (2, 2 * quant.length) and x.dtype == torch.float32
-    assert torch.equal(x[0], x[1]) and torch.equal(x[0, : quant.length], x[0, quant.length :])
-    x = x[0, : quant.length]
-    assert x[[0, 1, 15, 16, 31]].tolist() == begin and x[[quant.length // 2, -2, -1]].tolist() == end
-    assert (x.double() * torch.arange(1, quant.length + 1)).sum().item() == total
+    path.write_bytes(gguf({}, {"x": (kind, (2, 2 * quant.block_length), block(kind) * 4)}))
+    x = GGUFFile(path).read_tensor("x")
+    assert x.shape == (2, 2 * quant.block_length) and x.dtype == torch.float32
+    assert torch.equal(x[0], x[1]) and torch.equal(x[0, : quant.block_length], x[0, quant.block_length :])
+    x = x[0, : quant.block_length]
+    assert x[[0, 1, 15, 16, 31]].tolist() == begin and x[[quant.block_length // 2, -2, -1]].tolist() == end
+    assert (x.double() * torch.arange(1, quant.block_length + 1)).sum().item() == total
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(0, torch.float32), (1, torch.float16), (30, torch.bfloat16)])
-def test_plain_numbers(kind, dtype, tmp_path):
+def test_float_types(kind, dtype, tmp_path):
     x = torch.randn(3, 5).to(dtype)
     (tmp_path / "x.gguf").write_bytes(gguf({}, {"x": (kind, (3, 5), x.view(torch.uint8).numpy().tobytes())}))
-    assert torch.equal(GGUF(tmp_path / "x.gguf").read("x"), x.float())
+    assert torch.equal(GGUFFile(tmp_path / "x.gguf").read_tensor("x"), x.float())
 
 
 # ---- metadata ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_every_kind_of_value(version, tmp_path):
+def test_all_metadata_types(version, tmp_path):
     given = {
         "u8": (U8, 200), "i8": (I8, -100), "u16": (U16, 60000), "i16": (I16, -30000), "u32": (U32, 4_000_000_000),
         "i32": (I32, -5), "f32": (F32, 0.5), "yes": (BOOL, True), "text": (STRING, "où 😀"), "u64": (U64, 2**63),
@@ -117,7 +117,7 @@ def test_every_kind_of_value(version, tmp_path):
     }
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf(given | arrays, version=version))
-    found = GGUF(path).metadata
+    found = GGUFFile(path).metadata
     assert {key: found[key] for key in given} == {key: content for key, (_, content) in given.items()}
     assert [found[key] for key in arrays] == [[1, -2, 3], [True, False], ["a", "", "é"], [[1, 2], ["x"]], []]
 
@@ -127,7 +127,7 @@ def test_alignment(tmp_path):
     for align in (8, 64, 4096):
         data = gguf({"general.alignment": (U32, align)}, {"a": (0, (3,), x), "b": (0, (3,), x)}, align=align)
         (tmp_path / "x.gguf").write_bytes(data)
-        assert GGUF(tmp_path / "x.gguf").read("b").tolist() == [0, 1, 2]
+        assert GGUFFile(tmp_path / "x.gguf").read_tensor("b").tolist() == [0, 1, 2]
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def store(x: torch.Tensor, kind: str) -> tuple:
 
 
 def export(model, arch: str, kind: str = "F32", **extra) -> tuple[dict, dict]:
-    """What llama.cpp's converter writes."""
+    """Write a file like the converter of llama.cpp."""
     c = model.config
     D = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     tensors = {}
@@ -216,17 +216,19 @@ THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}}
         ("qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
     ],
 )
-def test_logits_are_those_of_transformers(arch, more, tmp_path):
+def test_logits_match_transformers(arch, more, tmp_path):
     reference = theirs(arch, **more, **THETA)
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf(*export(reference, arch)))
     model = load(path)
     with torch.no_grad():
         assert relative(model(IDS), reference(IDS).logits) < 1e-5
-    assert model.config.tied == reference.config.tie_word_embeddings and model.config.context == 64
+    assert (
+        model.config.tie_word_embeddings == reference.config.tie_word_embeddings and model.config.context_length == 64
+    )
 
 
-def test_half_precision_files_with_norms_in_float32(tmp_path):
+def test_half_precision_file_with_float32_norms(tmp_path):
     reference = theirs("llama", **THETA)
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf(*export(reference, "llama", "F16")))
@@ -236,7 +238,7 @@ def test_half_precision_files_with_norms_in_float32(tmp_path):
         assert relative(load(path, dtype=torch.float32)(IDS), reference(IDS).logits) < 0.02
 
 
-def test_quantised_files_become_float32(tmp_path):
+def test_quantized_files_become_float32(tmp_path):
     reference = theirs("llama", **THETA)
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf(*export(reference, "llama", "Q8_0")))
@@ -252,7 +254,7 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-def test_scaled_positions(tmp_path):
+def test_rope_scaling(tmp_path):
     path = tmp_path / "model.gguf"
     wide = {"hidden_size": 128, "num_hidden_layers": 1}  # heads of 32 channels, so that the ramp is met
     reference = theirs("llama", rope_parameters=LLAMA3, **wide)
@@ -279,7 +281,7 @@ def test_scaled_positions(tmp_path):
 
 
 def altered(tmp_path, metadata=None, tensors=None, **changes):
-    """A good file with some metadata or tensors put in another's place; None takes one out."""
+    """Build a valid file with some metadata or tensors replaced; None removes one."""
     m, t = export(theirs("llama", **THETA), "llama")
     m |= {key.replace("__", "."): content for key, content in changes.items()} | (metadata or {})
     t |= tensors or {}
@@ -290,20 +292,20 @@ def altered(tmp_path, metadata=None, tensors=None, **changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ({"general__architecture": (STRING, "mamba")}, "'mamba' model"),
+        ({"general__architecture": (STRING, "mamba")}, "architecture 'mamba'"),
         ({"general__architecture": (U32, 3)}, "architecture"),
-        ({"llama__block_count": (U32, 2**32 - 1)}, "says 4294967295 blocks"),
-        ({"llama__block_count": (U32, 1)}, "no place for: blk.1"),
+        ({"llama__block_count": (U32, 2**32 - 1)}, "declares 4294967295 blocks"),
+        ({"llama__block_count": (U32, 1)}, "does not have: blk.1"),
         ({"llama__block_count": (U32, 0)}, "0 blocks"),
-        ({"llama__embedding_length": (U64, 2**62)}, "wide"),
+        ({"llama__embedding_length": (U64, 2**62)}, "width is"),
         ({"llama__attention__head_count": (U32, 0)}, "0 heads"),
         ({"llama__attention__head_count": (U32, 2**31)}, "heads"),
         ({"llama__attention__head_count_kv": (ARRAY, (U32, [2, 2]))}, "head_count_kv"),
         ({"llama__attention__key_length": (U64, 2**60)}, "channels"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "epsilon is missing"),
-        ({"llama__rope__dimension_count": (U32, 4)}, "turns 4 of 8 channels"),
+        ({"llama__rope__dimension_count": (U32, 4)}, "rotates 4 of 8 channels"),
         ({"llama__rope__scaling__type": (STRING, "longrope")}, "longrope"),
         ({"tensors": {"blk.0.attn_k.weight": None}}, "attn_k"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "up_proj"),
@@ -312,8 +314,8 @@ def altered(tmp_path, metadata=None, tensors=None, **changes):
         ({"tensors": {"blk.0.ffn_gate_exps.weight": (0, (1, 1, 32), bytes(128))}}, "ffn_gate_exps"),
     ],
 )
-def test_a_model_that_does_not_fit_is_named(change, says, tmp_path):
-    with pytest.raises(CheckpointError, match=says):
+def test_inconsistent_model_raises(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
         load(altered(tmp_path, **change))
 
 
@@ -321,53 +323,53 @@ HUGE = 2**62
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (b"", "is empty"),
         (b"GGU", "needs 4 bytes"),
-        (b"GGML" * 9, "no GGUF file"),
+        (b"GGML" * 9, "not a GGUF file"),
         (b"GGUF" + struct.pack("<I", 3), "tensors at byte 8 needs 8 bytes"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648"),
         (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "tensors and has"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "metadata pairs and has"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", HUGE) + b"k" * 40, "needs 4,611,686"),
-        (gguf({"k": (STRING, "x" * 90)})[:-60], "cut short"),
+        (gguf({"k": (STRING, "x" * 90)})[:-60], "truncated"),
         (gguf({"k": (ARRAY, (STRING, []))})[:37] + struct.pack("<IQ", STRING, HUGE), "values of"),
         (gguf({"k": (ARRAY, (U8, []))})[:37] + struct.pack("<IQ", U8, HUGE), "values of"),
         (gguf({"k": (ARRAY, (ARRAY, [(ARRAY, [(ARRAY, [(ARRAY, [(U8, [1])])])])]))}), "4 deep"),
         (gguf({"k": (U8, 1)}).replace(b"k" + struct.pack("<I", U8), b"k" + struct.pack("<I", 99)), "unknown type 99"),
         (gguf({"general.alignment": (U32, 24)}), "power of 2"),
         (gguf({"general.alignment": (STRING, "x")}), "power of 2"),
-        (gguf({}, {"x": (0, (1,), b"")}), "cut short"),
-        (gguf({}, {"x": (0, (HUGE, 2**40), b"")}), "cut short"),
-        (gguf({}, {"x": (0, (0, 4), b"")}), "does not divide"),
-        (gguf({}, {"x": (8, (2, 33), bytes(100))}), "does not divide into Q8_0"),
+        (gguf({}, {"x": (0, (1,), b"")}), "truncated"),
+        (gguf({}, {"x": (0, (HUGE, 2**40), b"")}), "truncated"),
+        (gguf({}, {"x": (0, (0, 4), b"")}), "not divisible"),
+        (gguf({}, {"x": (8, (2, 33), bytes(100))}), "not divisible into Q8_0"),
         (gguf({}, {"x": (11, (256,), bytes(200))}), "type 11"),
         (gguf({}, {"x": (0, (1,) * 5, bytes(4))}), "5 axes"),
     ],
 )  # fmt: skip
-def test_hostile_files_are_refused_at_once(data, says, tmp_path):
+def test_malicious_files_raise(data, message, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         load(path)
 
 
-def test_a_repeated_key_or_tensor_is_refused(tmp_path):
+def test_duplicate_key_or_tensor_raises(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf({"aa": (U8, 1), "ab": (U8, 2)}).replace(b"ab", b"aa"))
     with pytest.raises(CheckpointError, match="twice"):
-        GGUF(path)
+        GGUFFile(path)
     path.write_bytes(gguf({}, {"ta": (0, (1,), bytes(4)), "tb": (0, (1,), bytes(4))}).replace(b"tb", b"ta"))
-    with pytest.raises(CheckpointError, match="twice"):
-        GGUF(path)
+    with pytest.raises(CheckpointError, match="duplicate"):
+        GGUFFile(path)
 
 
 # ---- tokenizers -------------------------------------------------------------------------------------------------
 
 WORDS = Tokenizer.train(
-    ["the red cube 2024, où est le cube 😀 ?\n\n  don't"] * 9, 330, specials=["<|im_end|>"], eos="<|im_end|>"
+    ["the red cube 2024, où est le cube 😀 ?\n\n  don't"] * 9, 330, special_tokens=["<|im_end|>"], eos="<|im_end|>"
 )
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
 
@@ -392,10 +394,10 @@ def byte_bpe(**changes) -> dict:
 def read(tmp_path, metadata) -> Tokenizer:
     path = tmp_path / "words.gguf"
     path.write_bytes(gguf(metadata))
-    return tokenizer(path)
+    return load_tokenizer(path)
 
 
-def test_byte_level_vocabulary(tmp_path):
+def test_byte_level_tokenizer(tmp_path):
     words = read(tmp_path, byte_bpe())
 
     @settings(max_examples=100)
@@ -405,23 +407,23 @@ def test_byte_level_vocabulary(tmp_path):
         assert words.decode(words.encode(text)) == text
 
     same()
-    assert (words.eos, words.stops, words.size) == (0, (0,), WORDS.size)
+    assert (words.eos_token_id, words.stop_ids, words.vocab_size) == (0, (0,), WORDS.vocab_size)
     assert words.encode("red<|im_end|>")[-1] == 0
-    assert words.encode("a", specials=True) == words.encode("a")
-    assert ChatTemplate.of(words).encode([{"role": "user", "content": "red"}], words).ids[-1] == 0
-    assert read(tmp_path, byte_bpe(add_bos_token=(BOOL, True))).encode("a", specials=True)[0] == 0
+    assert words.encode("a", add_special_tokens=True) == words.encode("a")
+    assert ChatTemplate.from_tokenizer(words).encode([{"role": "user", "content": "red"}], words).ids[-1] == 0
+    assert read(tmp_path, byte_bpe(add_bos_token=(BOOL, True))).encode("a", add_special_tokens=True)[0] == 0
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
-def test_other_ways_to_split_words_round_trip(pre, tmp_path):
+def test_other_pre_tokenizers_round_trip(pre, tmp_path):
     words = read(tmp_path, byte_bpe(pre=(STRING, pre)))
     for text in ("the red cube 2024", "I'LL don't", "  où\n\n 漢"):
         assert words.decode(words.encode(text)) == text
-    digits = [words.token(i) for i in words.encode("2024")]
+    digits = [words.id_to_token(i) for i in words.encode("2024")]
     assert len(digits) == {"gpt-2": 4, "llama-bpe": 4, "qwen2": 4}[pre]
 
 
-def test_scored_vocabulary(tmp_path):
+def test_sentencepiece_tokenizer(tmp_path):
     grown = ["▁a", "ab", "▁ab", "▁▁", "b▁", "▁", "a", "b"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *grown]
     scores = [0.0] * 259 + [-float(n) for n in range(len(grown))]
@@ -442,40 +444,40 @@ def test_scored_vocabulary(tmp_path):
     (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<i", 9) + data)
     same = read_llama2c(tmp_path / "tokenizer.bin")
     for text in ("ab", " ab  b a", "é漢\n", "", "aabb ab", "a<s>b"):
-        assert words.encode(text, specials=True) == same.encode(text, specials=True)
+        assert words.encode(text, add_special_tokens=True) == same.encode(text, add_special_tokens=True)
         if "<s>" not in text:  # after a special token a text begins anew, with a space
             assert words.decode(words.encode(text)) == text
     assert words.encode("▁ab") == words.encode(" ab")  # these vocabularies write a space so
-    assert words.stops == (2, 1)
+    assert words.stop_ids == (2, 1)
     bare = read(tmp_path, metadata | {"tokenizer.ggml.add_space_prefix": (BOOL, False)})
     assert bare.encode("ab") == [260] and words.encode("ab") == [261]
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"model": (STRING, "bert")}, "'bert'"),
         ({"pre": (STRING, "unheard")}, "'unheard'"),
         ({"pre": None}, "'missing'"),
-        ({"tokens": (ARRAY, (U32, [1]))}, "no list of strings"),
+        ({"tokens": (ARRAY, (U32, [1]))}, "not a list of strings"),
         (
             {"tokens": (ARRAY, (STRING, ["a", "a"])), "token_type": None, "merges": (ARRAY, (STRING, []))},
-            "stands twice",
+            "in the vocabulary twice",
         ),
         ({"tokens": (ARRAY, (STRING, ["a" * 2000])), "token_type": None}, "2000 characters"),
-        ({"token_type": (ARRAY, (I32, [1]))}, "do not fit"),
+        ({"token_type": (ARRAY, (I32, [1]))}, "do not match"),
         ({"eos_token_id": (U32, 99_999)}, "99999"),
         ({"merges": (ARRAY, (STRING, ["xyz"]))}, "'xyz'"),
         ({"merges": (ARRAY, (STRING, ["nothing here"]))}, "'nothing here'"),
         ({"merges": None}, "merges is missing"),
     ],
 )
-def test_a_vocabulary_that_does_not_fit_is_named(change, says, tmp_path):
-    with pytest.raises(CheckpointError, match=says):
+def test_inconsistent_vocabulary_raises(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
         read(tmp_path, byte_bpe(**change))
 
 
-def test_damage_anywhere_is_an_error_with_words(tmp_path):
+def test_any_damage_raises_checkpoint_error(tmp_path):
     metadata, tensors = export(theirs("llama", **THETA), "llama", "Q8_0")
     whole = gguf(metadata | byte_bpe(), tensors)
     path = tmp_path / "model.gguf"
@@ -488,7 +490,7 @@ def test_damage_anywhere_is_an_error_with_words(tmp_path):
         for at, byte in changes:
             data[at] = byte
         path.write_bytes(data[:end])
-        for use in (load, tokenizer):
+        for use in (load, load_tokenizer):
             try:
                 use(path)
             except VitrailError as error:

@@ -1,4 +1,4 @@
-"""Idefics as a whole against transformers: values, gradients, and the way back."""
+"""Idefics matches transformers: values, gradients and export."""
 
 import json
 import random
@@ -14,9 +14,9 @@ from transformers.models.idefics.processing_idefics import (
 from helpers import randomize, relative
 from vitrail.errors import VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
-from vitrail.hub.idefics import DEFAULTS, IDEFICS, PERCEIVER, VISION
-from vitrail.models.looking import LookingVLM, Views
-from vitrail.stream import build, pack, words
+from vitrail.hub.idefics import DEFAULTS, IDEFICS, PERCEIVER_DEFAULTS, VISION_DEFAULTS
+from vitrail.models.cross_attention_vlm import CrossAttentionVLM, ImageViews
+from vitrail.stream import build_stream, pack_streams, text_part
 
 VALUES, GRADIENTS = 1e-4, 1e-3
 VOCAB, ADDED = 29, 3
@@ -66,7 +66,7 @@ def model(draw: random.Random, **more) -> IdeficsForVisionText2Text:
 
 
 class Words:
-    """What the processor asks of a tokenizer."""
+    """Tokenizer stub for the processor."""
 
     eos_token_id = -1
 
@@ -83,14 +83,14 @@ ROWS = {
 }
 
 
-def sample(draw: random.Random, ours: LookingVLM, rows: list[str]):
-    """Rows of words with marks as samples, their pictures, and both as transformers takes them."""
+def sample(draw: random.Random, ours: CrossAttentionVLM, rows: list[str]):
+    """Draw samples with image tokens and images, in native form and for transformers."""
     config = ours.config.tower
     ids = [i for i in range(VOCAB + ADDED) if i != MARK]
     texts = [[MARK if c == "×" else draw.choice(ids) for c in row] for row in rows]
     length, counts = max(map(len, texts)), [row.count("×") for row in rows]
-    pixels = torch.randn(sum(counts), config.channels, config.image, config.image)
-    batch = pack([build([words(text)]) for text in texts], length, trim=True)
+    pixels = torch.randn(sum(counts), config.channels, config.image_size, config.image_size)
+    batch = pack_streams([build_stream([text_part(text)]) for text in texts], length, trim=True)
     room = torch.zeros(len(rows), max(1, *counts), *pixels.shape[1:])  # where there is none, its processor makes one up
     for row, own in zip(room, pixels.split(counts), strict=True):
         row[: len(own)] = own
@@ -102,7 +102,7 @@ def sample(draw: random.Random, ours: LookingVLM, rows: list[str]):
         "pixel_values": room,
         "image_attention_mask": incremental_to_binary_attention_mask(last, "pt", num_classes=room.shape[1]),
     }
-    return batch, Views(pixels) if len(pixels) else None, theirs
+    return batch, ImageViews(pixels) if len(pixels) else None, theirs
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -122,8 +122,8 @@ def test_logits_and_gradients(seed, rows, tmp_path):
     (wanted * weight).sum().backward()
     gradients = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in reference.named_parameters()}
     pulled = {}
-    for move in IDEFICS.moves(ours.config):
-        pulled |= zip(move.ours, move.pull([gradients.pop(name) for name in move.theirs]), strict=True)
+    for move in IDEFICS.tensor_rules(ours.config):
+        pulled |= zip(move.native, move.load([gradients.pop(name) for name in move.hf]), strict=True)
     assert not gradients
     for name, p in ours.named_parameters():
         expected = pulled.pop(name)
@@ -133,25 +133,25 @@ def test_logits_and_gradients(seed, rows, tmp_path):
     assert not pulled
 
 
-def test_step_by_step_as_transformers(tmp_path):
-    """The pictures' keys are kept: greedy words are those of `generate`."""
+def test_generation_matches_transformers(tmp_path):
+    """Greedy decoding with cached image keys equals `generate`."""
     draw = random.Random(8)
     reference = model(draw)
     reference.save_pretrained(tmp_path)
     ours = from_hf(tmp_path)
     batch, pictures, theirs = sample(draw, ours, ["×··×··"])
     wanted = reference.generate(**theirs, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 6:]
-    cache, said = ours.decoder.cache(1), []
-    hidden = ours.hidden(batch, pictures, cache=cache)
+    cache, output = ours.decoder.make_cache(1), []
+    hidden = ours.forward_hidden(batch, pictures, cache=cache)
     for _ in range(6):
-        said.append(ours.decoder.logits(hidden[:, -1:]).argmax(-1))
-        hidden = ours.decoder.hidden(said[-1], cache=cache)
-    assert torch.cat(said, 1)[0].tolist() == wanted.tolist()
+        output.append(ours.decoder.compute_logits(hidden[:, -1:]).argmax(-1))
+        hidden = ours.decoder.forward_hidden(output[-1], cache=cache)
+    assert torch.cat(output, 1)[0].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_there_and_back(seed, tied, tmp_path):
+def test_round_trip(seed, tied, tmp_path):
     draw = random.Random(seed)
     reference = model(draw, tie_word_embeddings=tied)
     reference.save_pretrained(tmp_path / "theirs")
@@ -161,8 +161,8 @@ def test_there_and_back(seed, tied, tmp_path):
     assert not any(info.values())
     theirs, again = reference.state_dict(), back.state_dict()
     assert theirs.keys() == again.keys() and all(torch.equal(theirs[name], again[name]) for name in theirs)
-    for config in (json.loads(back.config.to_json_string(use_diff=False)), IDEFICS.write(ours.config)):
-        assert IDEFICS.read(config) == ours.config
+    for config in (json.loads(back.config.to_json_string(use_diff=False)), IDEFICS.to_hf_config(ours.config)):
+        assert IDEFICS.from_hf_config(config) == ours.config
     save(ours, tmp_path / "own")
     batch, pictures, _ = sample(draw, ours, ROWS["several"])
     assert torch.equal(load(tmp_path / "own")(batch, pictures), ours(batch, pictures))
@@ -171,18 +171,22 @@ def test_there_and_back(seed, tied, tmp_path):
 # ---- configs ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_config_leaves_out():
+def test_config_defaults():
     about = json.loads(IdeficsConfig(additional_vocab_size=2).to_json_string(use_diff=False))
-    for found, ours in ((about, DEFAULTS), (about["vision_config"], VISION), (about["perceiver_config"], PERCEIVER)):
+    for found, ours in (
+        (about, DEFAULTS),
+        (about["vision_config"], VISION_DEFAULTS),
+        (about["perceiver_config"], PERCEIVER_DEFAULTS),
+    ):
         assert {key: found[key] for key in ours if key != "additional_vocab_size"} | {"additional_vocab_size": 0} == {
             **ours,
             "additional_vocab_size": 0,
         }
-    assert IDEFICS.read({"additional_vocab_size": 2}) == IDEFICS.read(about)
+    assert IDEFICS.from_hf_config({"additional_vocab_size": 2}) == IDEFICS.from_hf_config(about)
 
 
 def test_released_size():
-    """The settings of Idefics-9B, name by name and shape by shape."""
+    """Tensor names and shapes of Idefics-9B."""
     theirs = IdeficsConfig(
         additional_vocab_size=2,
         cross_layer_interval=4,
@@ -191,44 +195,44 @@ def test_released_size():
         vision_config={"embed_dim": 1280},
         perceiver_config={"qk_layer_norms_perceiver": True, "use_resampler": True},
     )
-    config = IDEFICS.read(json.loads(theirs.to_json_string(use_diff=False)))
-    assert IDEFICS.fits(config) and config.mark == 32_001
+    config = IDEFICS.from_hf_config(json.loads(theirs.to_json_string(use_diff=False)))
+    assert IDEFICS.supports(config) and config.image_token_id == 32_001
     with torch.device("meta"):
-        ours, reference = LookingVLM(config), IdeficsForVisionText2Text(theirs)
+        ours, reference = CrossAttentionVLM(config), IdeficsForVisionText2Text(theirs)
     count = sum(p.numel() for p in ours.parameters())
     assert count == sum(p.numel() for p in reference.parameters())
     mine, pushed = ours.state_dict(), {}
-    for move in IDEFICS.moves(config):
-        pushed |= zip(move.theirs, move.push([mine[name] for name in move.ours]), strict=True)
+    for move in IDEFICS.tensor_rules(config):
+        pushed |= zip(move.hf, move.export([mine[name] for name in move.native]), strict=True)
     assert {k: v.shape for k, v in pushed.items()} == {k: v.shape for k, v in reference.state_dict().items()}
 
 
 @pytest.mark.parametrize(
     "about, why",
     [
-        ({}, "second added word"),
-        ({"additional_vocab_size": 2, "image_token_id": 32_000}, "second added word"),
+        ({}, "second added token"),
+        ({"additional_vocab_size": 2, "image_token_id": 32_000}, "second added token"),
         ({"additional_vocab_size": 2, "dropout": 0.1}, "dropout"),
-        ({"additional_vocab_size": 2, "cross_layer_interval": 5}, "does not divide 32 layers"),
+        ({"additional_vocab_size": 2, "cross_layer_interval": 5}, "does not divide the number of layers"),
         ({"additional_vocab_size": 2, "alpha_type": "matrix"}, "alpha_type"),
         ({"additional_vocab_size": 2, "hidden_act": "mish"}, "mish"),
-        ({"additional_vocab_size": 2, "vision_config": {"image_size": [224, 112]}}, "squares"),
+        ({"additional_vocab_size": 2, "vision_config": {"image_size": [224, 112]}}, "only square"),
     ],
 )
-def test_refused(about, why):
+def test_unsupported_settings_raise(about, why):
     with pytest.raises(VitrailError, match=why):
-        IDEFICS.read(about)
+        IDEFICS.from_hf_config(about)
 
 
-def test_another_model_is_not_written_as_one():
-    config = IDEFICS.read({"additional_vocab_size": 2, "use_resampler": True})
+def test_other_model_is_not_exported():
+    config = IDEFICS.from_hf_config({"additional_vocab_size": 2, "use_resampler": True})
     others = [
-        config.with_(joined=True),
-        config.with_(prefix=False),
-        config.with_(mark=0),
-        config.with_(decoder=config.decoder.with_(extra=8)),
-        config.with_(connector=config.connector.with_(activation="gelu")),
-        config.with_(decoder=config.decoder.with_(fusion=config.cross.with_(at=(0, 3)))),
-        config.with_(decoder=config.decoder.with_(fusion=config.cross.with_(gated=False))),
+        config.replace(join_adjacent=True),
+        config.replace(keep_prefix_tokens=False),
+        config.replace(image_token_id=0),
+        config.replace(decoder=config.decoder.replace(extra_embeddings=8)),
+        config.replace(connector=config.connector.replace(activation="gelu")),
+        config.replace(decoder=config.decoder.replace(fusion=config.cross_attention.replace(layer_indices=(0, 3)))),
+        config.replace(decoder=config.decoder.replace(fusion=config.cross_attention.replace(gated=False))),
     ]
-    assert IDEFICS.fits(config) and not any(map(IDEFICS.fits, others))
+    assert IDEFICS.supports(config) and not any(map(IDEFICS.supports, others))

@@ -1,4 +1,4 @@
-"""llama2.c's checkpoint and vocabulary, written here byte by byte and compared with its own rules in plain Python."""
+"""llama2.c checkpoints and tokenizers, written byte by byte and compared with a plain Python implementation."""
 
 import math
 import struct
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from helpers import relative
 from vitrail.errors import CheckpointError
-from vitrail.hub import load, to_hf, tokenizer
-from vitrail.hub.llama2c import Llama2c, pair_halves, read_tokenizer
+from vitrail.hub import load, load_tokenizer, to_hf
+from vitrail.hub.llama2c import Llama2cWeights, read_tokenizer, reorder_rotary_rows
 
 SIZES = {"dim": 24, "hidden": 40, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 31, "context": 16}
 
 
 def tensors(seed=0, *, dim, hidden, layers, heads, kv_heads, vocab, context, tied=True):
-    """Every tensor in the order of the file."""
+    """Random tensors in file order."""
     rng = np.random.default_rng(seed)
     kv = kv_heads * dim // heads
     shapes = {
@@ -57,7 +57,7 @@ def write_model(path, sizes=SIZES, tied=True, seed=0):
 
 
 def forward(ids, w, heads, kv_heads):
-    """The loop of run.c: one token after another, channels turned in neighbouring pairs."""
+    """Reference loop of run.c: token by token, with adjacent rotary pairs."""
     dim = w["embed"].shape[1]
     D, out = dim // heads, []
     keys = [[] for _ in w["norm1"]]
@@ -101,7 +101,7 @@ def forward(ids, w, heads, kv_heads):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (2, 1), (6, 3)])
-def test_logits_are_those_of_the_program(tmp_path, tied, heads):
+def test_logits_match_llama2c(tmp_path, tied, heads):
     sizes = SIZES | {"heads": heads[0], "kv_heads": heads[1]}
     made = write_model(tmp_path / "model.bin", sizes, tied)
     ids = [1, 5, 30, 2, 2, 7, 11]
@@ -109,10 +109,10 @@ def test_logits_are_those_of_the_program(tmp_path, tied, heads):
     with torch.no_grad():
         ours = model(torch.tensor([ids]))[0]
     assert relative(ours.double(), forward(ids, made, *heads)) < 1e-5
-    assert (model.config.tied, model.config.context) == (tied, 16)
+    assert (model.config.tie_word_embeddings, model.config.context_length) == (tied, 16)
 
 
-def test_it_is_an_ordinary_llama(tmp_path):
+def test_exports_as_llama(tmp_path):
     write_model(tmp_path / "model.bin")
     model = load(tmp_path / "model.bin")
     to_hf(model, tmp_path / "hf")
@@ -120,35 +120,35 @@ def test_it_is_an_ordinary_llama(tmp_path):
     assert torch.equal(load(tmp_path / "hf")(ids), model(ids))
 
 
-def test_halves_undo_the_order_of_neighbours():
+def test_reorder_rotary_rows():
     rows = torch.arange(12)[:, None].expand(12, 2)
-    assert pair_halves(rows, 2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+    assert reorder_rotary_rows(rows, 2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
 # ---- bad files --------------------------------------------------------------------------------------------------
 
 
-def test_a_short_or_long_file_says_how_many_bytes(tmp_path):
+def test_wrong_file_size_raises(tmp_path):
     path = tmp_path / "model.bin"
     write_model(path)
     whole = path.read_bytes()
-    for data, says in (
-        (whole[:-1], "cut short"),
-        (whole[:40], "cut short"),
-        (whole + b"\0" * 4, "follows the weights"),
+    for data, message in (
+        (whole[:-1], "truncated"),
+        (whole[:40], "truncated"),
+        (whole + b"\0" * 4, "data after the weights"),
     ):
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=says) as caught:
+        with pytest.raises(CheckpointError, match=message) as caught:
             load(path)
         assert f"{len(data):,}" in caught.value.problem and f"{len(whole):,}" in caught.value.problem
     path.write_bytes(whole[:20])
     with pytest.raises(CheckpointError, match="has 20 bytes"):
-        Llama2c(path)
+        Llama2cWeights(path)
 
 
 @pytest.mark.parametrize("place", range(7))
 @pytest.mark.parametrize("value", [0, -5, 2**31 - 1, 7])
-def test_an_absurd_header_is_refused_at_once(tmp_path, place, value):
+def test_invalid_header_raises(tmp_path, place, value):
     path = tmp_path / "model.bin"
     write_model(path)
     data = bytearray(path.read_bytes())
@@ -158,15 +158,15 @@ def test_an_absurd_header_is_refused_at_once(tmp_path, place, value):
         load(path)
 
 
-def test_a_torch_pickle_is_refused_with_the_reason(tmp_path):
+def test_torch_pickle_raises(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     for new in (True, False):
         torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=new)
-        with pytest.raises(CheckpointError, match="pickle runs whatever code"):
+        with pytest.raises(CheckpointError, match="can execute arbitrary code"):
             load(path)
 
 
-def test_a_later_version_is_named(tmp_path):
+def test_versioned_file_raises(tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(struct.pack("<7i", 0x616B3432, 1, 0, 0, 0, 0, 0))
     with pytest.raises(CheckpointError, match="versioned"):
@@ -184,7 +184,7 @@ def write_vocabulary(path, pieces, scores):
 
 
 def made_of(joins: list[tuple[int, int]]) -> tuple[list[str], list[float]]:
-    """A vocabulary as SentencePiece makes one: each piece joins two before it, and scores fall."""
+    """Build a SentencePiece-like vocabulary: each piece joins two earlier ones, and scores decrease."""
     words = list(" abcé")
     for left, right in joins:
         joined = words[left % len(words)] + words[right % len(words)]
@@ -196,7 +196,7 @@ def made_of(joins: list[tuple[int, int]]) -> tuple[list[str], list[float]]:
 
 
 def encode_as_llama2c(text: str, pieces: list[str], scores: list[float]) -> list[int]:
-    """The program's rule as it reads: the best-scored pair of neighbours joins, the leftmost of equals, until none."""
+    """Reference tokenizer: merge the best-scored adjacent pair, leftmost first, until none is left."""
     ids = {piece: i for i, piece in reversed(list(enumerate(pieces)))}
     if not text:
         return []
@@ -219,20 +219,20 @@ VOCABULARIES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_s
 
 @settings(max_examples=150)
 @given(vocabulary=VOCABULARIES, texts=st.lists(st.text(" abcé漢\n<>▁", max_size=40), max_size=8))
-def test_ids_are_those_of_the_program(vocabulary, texts, tmp_path_factory):
+def test_ids_match_llama2c(vocabulary, texts, tmp_path_factory):
     path = tmp_path_factory.mktemp("words") / "tokenizer.bin"
     write_vocabulary(path, *vocabulary)
     words = read_tokenizer(path)
     for text in texts:
         ids = encode_as_llama2c(text, *vocabulary)
         assert words.encode(text, literal=True) == ids
-        assert words.encode(text, literal=True, specials=True) == [1, *ids]
+        assert words.encode(text, literal=True, add_special_tokens=True) == [1, *ids]
         assert words.decode(ids) == text
-        assert words.decode([1, *ids], skip_specials=True) == text
-        assert "".join(words.stream(ids)) == text
+        assert words.decode([1, *ids], skip_special_tokens=True) == text
+        assert "".join(words.decode_stream(ids)) == text
 
 
-def test_early_files_write_bytes_as_characters(tmp_path):
+def test_early_files_store_bytes_as_characters(tmp_path):
     pieces, scores = made_of([(0, 1), (1, 1), (5, 2)])
     write_vocabulary(tmp_path / "late.bin", pieces, scores)
     pieces[3:259] = [chr(byte) for byte in range(256)]
@@ -242,28 +242,28 @@ def test_early_files_write_bytes_as_characters(tmp_path):
         assert early.encode(text) == late.encode(text)
 
 
-def test_names_and_stops(tmp_path):
+def test_special_tokens_and_stop_ids(tmp_path):
     write_vocabulary(tmp_path / "tokenizer.bin", *made_of([]))
     write_model(tmp_path / "model.bin")
-    words = tokenizer(tmp_path / "model.bin")
-    assert (words.unk, words.bos, words.eos, words.stops) == (0, 1, 2, (2, 1))
+    words = load_tokenizer(tmp_path / "model.bin")
+    assert (words.unk_token_id, words.bos_token_id, words.eos_token_id, words.stop_ids) == (0, 1, 2, (2, 1))
     assert words.encode("</s>") == [2] and 2 not in words.encode("</s>", literal=True)
 
 
-def test_it_survives_saving(tmp_path):
+def test_tokenizer_round_trip(tmp_path):
     write_vocabulary(tmp_path / "tokenizer.bin", *made_of([(0, 1), (1, 2), (5, 6)]))
     words = read_tokenizer(tmp_path / "tokenizer.bin")
     words.save(tmp_path / "saved")
-    again = tokenizer(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
     for text in ("a ab  abc", "é\n"):
-        assert again.encode(text, specials=True) == words.encode(text, specials=True)
+        assert again.encode(text, add_special_tokens=True) == words.encode(text, add_special_tokens=True)
 
 
-def test_a_damaged_vocabulary_is_refused(tmp_path):
+def test_damaged_vocabulary_raises(tmp_path):
     path = tmp_path / "tokenizer.bin"
     write_vocabulary(path, *made_of([]))
     whole = path.read_bytes()
-    for data, says in (
+    for data, message in (
         (whole[:-1], "end within piece 263"),
         (whole[:31], "end within piece 2"),
         (whole[:4], "0 pieces in 4 bytes"),
@@ -273,7 +273,7 @@ def test_a_damaged_vocabulary_is_refused(tmp_path):
         (whole[:12] + b"\xff" + whole[13:], "not UTF-8"),
     ):
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(CheckpointError, match=message):
             read_tokenizer(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_tokenizer(tmp_path / "absent.bin")

@@ -1,4 +1,4 @@
-"""Llama-3.2-Vision as a whole against transformers: values, gradients, and the way back."""
+"""Llama-3.2-Vision matches transformers: values, gradients and export."""
 
 import json
 import random
@@ -15,9 +15,9 @@ from transformers.models.mllama.processing_mllama import (
 from helpers import randomize, relative
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
-from vitrail.hub.mllama import IMAGE, MLLAMA, TEXT
-from vitrail.models.looking import LookingVLM, Views
-from vitrail.stream import build, pack, words
+from vitrail.hub.mllama import IMAGE_TOKEN_ID, MLLAMA, TEXT_DEFAULTS
+from vitrail.models.cross_attention_vlm import CrossAttentionVLM, ImageViews
+from vitrail.stream import build_stream, pack_streams, text_part
 
 VALUES, GRADIENTS = 1e-4, 1e-3
 VOCAB, MARK = 31, 33  # the mark is one of the ids that are never said
@@ -68,10 +68,10 @@ def model(draw: random.Random, **text) -> MllamaForConditionalGeneration:
     return randomize(MllamaForConditionalGeneration(whole), draw.randint(0, 999)).eval()
 
 
-def taken_one_later(ours: LookingVLM) -> LookingVLM:
-    """transformers' reading of the taps, by the config."""
-    tower = ours.config.tower.with_(taps=tuple(i + 1 for i in ours.config.tower.taps))
-    other = LookingVLM(ours.config.with_(tower=tower)).eval()
+def taken_one_later(ours: CrossAttentionVLM) -> CrossAttentionVLM:
+    """Shift the taps in the config to match transformers."""
+    tower = ours.config.tower.replace(feature_layers=tuple(i + 1 for i in ours.config.tower.feature_layers))
+    other = CrossAttentionVLM(ours.config.replace(tower=tower)).eval()
     other.load_state_dict(ours.state_dict())
     return other
 
@@ -85,27 +85,28 @@ ROWS = {
 }
 
 
-def sample(draw: random.Random, ours: LookingVLM, rows: list[str]):
-    """Rows of words with marks as samples, their pictures of unequal tile counts, and both as transformers takes them;
-    words that see no picture (B, L)."""
+def sample(draw: random.Random, ours: CrossAttentionVLM, rows: list[str]):
+    """Draw samples with images of different tile counts, in native form and for transformers.
+
+    Also returns the mask (B, L) of tokens that see no image."""
     config = ours.config.tower
     texts = [[MARK if c == "×" else draw.randrange(VOCAB) for c in row] for row in rows]
-    ratios = [[draw.choice(config.ratios) for _ in range(row.count("×"))] for row in rows]
+    ratios = [[draw.choice(config.aspect_ratios) for _ in range(row.count("×"))] for row in rows]
     count, length = max(map(len, ratios)), max(map(len, texts))
     flat = [ratio for row in ratios for ratio in row]
-    tiles = torch.randn(len(flat), config.tiles, config.channels, config.image, config.image)
-    batch = pack([build([words(text)]) for text in texts], length, trim=True)
+    tiles = torch.randn(len(flat), config.max_tiles, config.channels, config.image_size, config.image_size)
+    batch = pack_streams([build_stream([text_part(text)]) for text in texts], length, trim=True)
 
     room = torch.zeros(len(rows), count, *tiles.shape[1:])
-    ids, mask = torch.zeros(len(rows), count, dtype=torch.long), torch.zeros(len(rows), count, config.tiles)
+    ids, mask = torch.zeros(len(rows), count, dtype=torch.long), torch.zeros(len(rows), count, config.max_tiles)
     mask[:, :, 0] = 1  # as the processor has it
     held = iter(tiles)
     for b, row in enumerate(ratios):
         for p, (h, w) in enumerate(row):
-            room[b, p], ids[b, p], mask[b, p, : h * w] = next(held), 1 + config.ratios.index((h, w)), 1
+            room[b, p], ids[b, p], mask[b, p, : h * w] = next(held), 1 + config.aspect_ratios.index((h, w)), 1
     sparse = [get_cross_attention_token_mask(text, MARK) for text in texts]
     dense = convert_sparse_cross_attention_mask_to_dense(
-        sparse, [[h * w for h, w in row] for row in ratios], config.tiles, length
+        sparse, [[h * w for h, w in row] for row in ratios], config.max_tiles, length
     )
     dense = torch.from_numpy(dense)
     padded = torch.tensor([text + [0] * (length - len(text)) for text in texts])
@@ -117,11 +118,11 @@ def sample(draw: random.Random, ours: LookingVLM, rows: list[str]):
         "aspect_ratio_mask": mask,
         "cross_attention_mask": dense,
     }
-    return batch, Views(tiles, flat), theirs, ~dense.flatten(2).any(-1)
+    return batch, ImageViews(tiles, flat), theirs, ~dense.flatten(2).any(-1)
 
 
 def blinded(reference: MllamaForConditionalGeneration, blind: torch.Tensor) -> None:
-    """Words that see no picture get nothing from attention, as in Meta's code."""
+    """Zero the cross-attention of tokens that see no image, as in Meta's code."""
     for i in reference.config.text_config.cross_attention_layers:
         reference.model.language_model.layers[i].cross_attn.register_forward_hook(
             lambda _, __, out: (out[0].masked_fill(blind[..., None], 0.0), out[1])
@@ -129,20 +130,20 @@ def blinded(reference: MllamaForConditionalGeneration, blind: torch.Tensor) -> N
 
 
 def in_files(name: str) -> str:
-    """A parameter's name as files have it."""
+    """Return the checkpoint name of a parameter."""
     if name.startswith("lm_head"):
         return f"language_model.{name}"
     return name.removeprefix("model.").replace("language_model.", "language_model.model.")
 
 
-def same_gradients(ours: LookingVLM, logits, reference, wanted, real) -> None:
+def same_gradients(ours: CrossAttentionVLM, logits, reference, wanted, real) -> None:
     weight = torch.randn_like(wanted) * real[..., None]
     (logits * weight).sum().backward()
     (wanted * weight).sum().backward()
     theirs = {in_files(k): torch.zeros_like(p) if p.grad is None else p.grad for k, p in reference.named_parameters()}
     pulled = {}
-    for move in MLLAMA.moves(ours.config):
-        pulled |= zip(move.ours, move.pull([theirs.pop(name) for name in move.theirs]), strict=True)
+    for move in MLLAMA.tensor_rules(ours.config):
+        pulled |= zip(move.native, move.load([theirs.pop(name) for name in move.hf]), strict=True)
     assert not theirs
     for name, p in ours.named_parameters():
         expected = pulled.pop(name)
@@ -167,8 +168,8 @@ def test_logits_and_gradients(seed, rows, tmp_path):
     same_gradients(ours, found, reference, wanted, real)
 
 
-def test_where_transformers_goes_another_way(tmp_path):
-    """Its taps and its words that see nothing; neither is a matter of rounding."""
+def test_known_differences_from_transformers(tmp_path):
+    """Differences in taps and in text without images exceed rounding."""
     draw = random.Random(5)
     reference = model(draw)
     reference.save_pretrained(tmp_path)
@@ -181,8 +182,8 @@ def test_where_transformers_goes_another_way(tmp_path):
     assert relative(ours(batch, pictures)[:, 2:], as_it_is[:, 2:]) > 0.01
 
 
-def test_metas_taps(tmp_path):
-    """What enters the block of an index, taken from transformers' own blocks, makes the whole agree."""
+def test_taps_match_meta(tmp_path):
+    """With block inputs as taps, transformers matches."""
     draw = random.Random(6)
     reference = model(draw)
     reference.save_pretrained(tmp_path)
@@ -203,20 +204,20 @@ def test_metas_taps(tmp_path):
     assert relative(ours(batch, pictures), wanted) <= VALUES
 
 
-def test_text_alone(tmp_path):
+def test_text_only(tmp_path):
     draw = random.Random(7)
     reference = model(draw)
     reference.save_pretrained(tmp_path)
     ours = from_hf(tmp_path)
     ids = torch.randint(0, VOCAB, (1, 9))
-    batch = pack([build([words(ids[0])])], 9)
+    batch = pack_streams([build_stream([text_part(ids[0])])], 9)
     found, wanted = ours(batch), reference(ids).logits
     assert relative(found, wanted) <= VALUES
     same_gradients(ours, found, reference, wanted, torch.ones(1, 9, dtype=torch.bool))
 
 
-def test_step_by_step_as_transformers(tmp_path):
-    """The pictures' keys are kept: greedy words are those of `generate`."""
+def test_generation_matches_transformers(tmp_path):
+    """Greedy decoding with cached image keys equals `generate`."""
     draw = random.Random(8)
     # Its cache counts words by the first layer, which must not be one that holds pictures.
     reference = model(draw, num_hidden_layers=4, cross_attention_layers=[1, 3])
@@ -224,16 +225,16 @@ def test_step_by_step_as_transformers(tmp_path):
     ours = taken_one_later(from_hf(tmp_path))
     batch, pictures, theirs, _ = sample(draw, ours, ["×··××·"])
     wanted = reference.generate(**theirs, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 6:]
-    cache, said = ours.decoder.cache(1), []
-    hidden = ours.hidden(batch, pictures, cache=cache)
+    cache, output = ours.decoder.make_cache(1), []
+    hidden = ours.forward_hidden(batch, pictures, cache=cache)
     for _ in range(6):
-        said.append(ours.decoder.logits(hidden[:, -1:]).argmax(-1))
-        hidden = ours.decoder.hidden(said[-1], cache=cache)
-    assert torch.cat(said, 1)[0].tolist() == wanted.tolist()
+        output.append(ours.decoder.compute_logits(hidden[:, -1:]).argmax(-1))
+        hidden = ours.decoder.forward_hidden(output[-1], cache=cache)
+    assert torch.cat(output, 1)[0].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_there_and_back(seed, tmp_path):
+def test_round_trip(seed, tmp_path):
     draw = random.Random(seed)
     reference = model(draw)
     reference.save_pretrained(tmp_path / "theirs")
@@ -243,8 +244,8 @@ def test_there_and_back(seed, tmp_path):
     assert not any(info.values())
     theirs, again = reference.state_dict(), back.state_dict()
     assert theirs.keys() == again.keys() and all(torch.equal(theirs[name], again[name]) for name in theirs)
-    for config in (json.loads(back.config.to_json_string(use_diff=False)), MLLAMA.write(ours.config)):
-        assert MLLAMA.read(config) == ours.config
+    for config in (json.loads(back.config.to_json_string(use_diff=False)), MLLAMA.to_hf_config(ours.config)):
+        assert MLLAMA.from_hf_config(config) == ours.config
     save(ours, tmp_path / "own")
     batch, pictures, *_ = sample(draw, ours, ROWS["several"])
     assert torch.equal(load(tmp_path / "own")(batch, pictures), ours(batch, pictures))
@@ -253,12 +254,17 @@ def test_there_and_back(seed, tmp_path):
 # ---- configs ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_config_leaves_out():
+def test_config_defaults():
     about = json.loads(MllamaConfig().to_json_string(use_diff=False))
     text = about["text_config"]
-    assert {key: text[key] for key in TEXT if key != "rope_theta"} | {"rope_theta": TEXT["rope_theta"]} == TEXT
-    assert text["rope_parameters"]["rope_theta"] == TEXT["rope_theta"] and about["image_token_index"] == IMAGE
-    assert MLLAMA.read({}) == MLLAMA.read(about)
+    assert {key: text[key] for key in TEXT_DEFAULTS if key != "rope_theta"} | {
+        "rope_theta": TEXT_DEFAULTS["rope_theta"]
+    } == TEXT_DEFAULTS
+    assert (
+        text["rope_parameters"]["rope_theta"] == TEXT_DEFAULTS["rope_theta"]
+        and about["image_token_index"] == IMAGE_TOKEN_ID
+    )
+    assert MLLAMA.from_hf_config({}) == MLLAMA.from_hf_config(about)
 
 
 ROPE = {
@@ -288,20 +294,20 @@ ROPE = {
     ],
 )
 def test_released_sizes(text, billions):
-    """Llama-3.2-11B-Vision and 90B, name by name and shape by shape."""
+    """Tensor names and shapes of Llama-3.2-11B-Vision and 90B."""
     theirs = MllamaConfig(
         vision_config=MllamaVisionConfig(image_size=560), text_config=MllamaTextConfig(rope_parameters=ROPE, **text)
     )
-    config = MLLAMA.read(json.loads(theirs.to_json_string(use_diff=False)))
-    assert MLLAMA.fits(config)
+    config = MLLAMA.from_hf_config(json.loads(theirs.to_json_string(use_diff=False)))
+    assert MLLAMA.supports(config)
     with torch.device("meta"):
-        ours, reference = LookingVLM(config), MllamaForConditionalGeneration(theirs)
+        ours, reference = CrossAttentionVLM(config), MllamaForConditionalGeneration(theirs)
     count = sum(p.numel() for p in ours.parameters())
     assert count == sum(p.numel() for p in reference.parameters())
     assert count / 1e9 == pytest.approx(billions, abs=0.05)
     mine, pushed = ours.state_dict(), {}
-    for move in MLLAMA.moves(config):
-        pushed |= zip(move.theirs, move.push([mine[name] for name in move.ours]), strict=True)
+    for move in MLLAMA.tensor_rules(config):
+        pushed |= zip(move.hf, move.export([mine[name] for name in move.native]), strict=True)
     assert {k: v.shape for k, v in pushed.items()} == {in_files(k): v.shape for k, v in reference.state_dict().items()}
 
 
@@ -313,22 +319,22 @@ def test_released_sizes(text, billions):
         ({"text_config": {"attention_bias": True}}, "attention_bias"),
         ({"text_config": {"head_dim": 64}}, "head_dim"),
         ({"text_config": {"hidden_act": "mish"}}, "mish"),
-        ({"text_config": {"cross_attention_layers": [3, 40]}}, "cross layers"),
+        ({"text_config": {"cross_attention_layers": [3, 40]}}, "are not layers of the decoder"),
         ({"text_config": {"rope_parameters": {"rope_type": "dynamic"}}}, "dynamic"),
         ({"vision_config": {"vision_output_dim": 1280}}, "vision_output_dim"),
-        ({"image_token_index": 128_264}, "mark 128264"),
+        ({"image_token_index": 128_264}, "image_token_id is 128264"),
     ],
 )
-def test_refused(about, why):
+def test_unsupported_settings_raise(about, why):
     with pytest.raises(VitrailError, match=why):
-        MLLAMA.read(about)
+        MLLAMA.from_hf_config(about)
 
 
-def test_another_model_is_not_written_as_one(tmp_path):
-    config = MLLAMA.read({"vision_config": {"image_size": 28}})
-    tied = config.with_(decoder=config.decoder.with_(extra=0), mark=5)
-    alone = config.with_(joined=False)
-    blind = config.with_(decoder=config.decoder.with_(fusion=config.cross.with_(blind="mlp")))
-    assert MLLAMA.fits(config) and not any(map(MLLAMA.fits, (tied, alone, blind)))
+def test_other_model_is_not_exported(tmp_path):
+    config = MLLAMA.from_hf_config({"vision_config": {"image_size": 28}})
+    tied = config.replace(decoder=config.decoder.replace(extra_embeddings=0), image_token_id=5)
+    alone = config.replace(join_adjacent=False)
+    blind = config.replace(decoder=config.decoder.replace(fusion=config.cross_attention.replace(without_image="mlp")))
+    assert MLLAMA.supports(config) and not any(map(MLLAMA.supports, (tied, alone, blind)))
     with torch.device("meta"), pytest.raises(CheckpointError, match="no Hugging Face family"):
-        to_hf(LookingVLM(alone), tmp_path)
+        to_hf(CrossAttentionVLM(alone), tmp_path)

@@ -1,12 +1,12 @@
-"""One name, one model: what ships goes by its name, a folder of that name by its path."""
+"""Names of bundled models take precedence over folders with the same name."""
 
 from pathlib import Path
 
-from vitrail.hub.configs import SHIPPED, resolve
+from vitrail.hub.checkpoint_info import BUNDLED_MODELS_FOLDER, resolve_path
 
 
-def test_a_folder_called_as_a_model_that_ships_is_meant_by_its_path(tmp_path, monkeypatch):
+def test_bundled_name_takes_precedence_over_folder(tmp_path, monkeypatch):
     (tmp_path / "mini").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert resolve("mini") == SHIPPED / "mini"
-    assert resolve("./mini").samefile(tmp_path / "mini") and resolve(Path("mini")).samefile(tmp_path / "mini")
+    assert resolve_path("mini") == BUNDLED_MODELS_FOLDER / "mini"
+    assert resolve_path("./mini").samefile(tmp_path / "mini") and resolve_path(Path("mini")).samefile(tmp_path / "mini")

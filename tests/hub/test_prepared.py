@@ -1,5 +1,4 @@
-"""How vision-language models have their pictures prepared: what transformers' processors say is what we do, and what we
-write is what they do, bit for bit."""
+"""Preprocessing of vision-language models matches the processors of transformers exactly, on import and export."""
 
 import json
 import shutil
@@ -13,13 +12,15 @@ from PIL import Image
 
 from helpers import randomize
 from vitrail.errors import CheckpointError, ConfigError, VitrailError
-from vitrail.evals.viewer import tower_of
+from vitrail.evals.image_feature_extractor import find_image_tower
 from vitrail.hub import from_hf, load, save, to_hf
-from vitrail.hub.configs import read_config
-from vitrail.hub.families import FAMILIES
-from vitrail.models.looking import LookingVLM
-from vitrail.processing.preprocessing import FILE, WHOLE
-from vitrail.processing.resolution import Canvas, Crop, Letterbox, Naive, Native, Tiles
+from vitrail.hub.checkpoint_info import read_config
+from vitrail.models.cross_attention_vlm import CrossAttentionVLM
+from vitrail.processing.image_preprocessor import PREPROCESSOR_FILE, PROCESSOR_FILE
+from vitrail.processing.internvl_tiles import TilesPolicy
+from vitrail.processing.mllama_canvas import CanvasPolicy
+from vitrail.processing.resolution_policies import CropPolicy, LetterboxPolicy, NaivePolicy, NativePolicy
+from vitrail.registry import FAMILIES
 
 SIZES = [(40, 91), (33, 31), (64, 20), (7, 5), (28, 28), (3, 190), (101, 97)]
 RNG = np.random.default_rng(0)
@@ -84,6 +85,20 @@ FAMILY = {  # name → config.json
         "text_config": {**WORDS, "num_hidden_layers": 3, "cross_attention_layers": [1]},
         "image_token_index": 99,
     },
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", **WORDS, "head_dim": 12},
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 98,
+    },
+    "idefics3": {"text_config": LLAMA, "vision_config": {**TOWER, "image_size": 31}, "image_token_id": 98},
+    "smolvlm": {"text_config": LLAMA, "vision_config": TOWER, "image_token_id": 98, "scale_factor": 4},
+    "paligemma": {
+        "text_config": {"model_type": "gemma", **WORDS, "head_dim": 12},
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "projection_dim": 24,
+        "image_token_index": 98,
+    },
     "idefics": {
         **WORDS,
         "additional_vocab_size": 2,
@@ -120,6 +135,15 @@ SAID = [  # a family, and what its processor is told
     ("blip-2", {"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 15, "width": 15}}),
     ("mllama", {"size": SQUARE}),
     ("mllama", {"size": SQUARE, "resample": 3, **LEVELS}),
+    ("gemma3", {"size": SQUARE}),
+    ("gemma3", {"size": SQUARE, "resample": 3, "do_pan_and_scan": False, **LEVELS}),
+    ("paligemma", {"size": SQUARE, "resample": 2, **LEVELS}),
+    ("idefics3", {"size": {"longest_edge": 62}, "max_image_size": {"longest_edge": 31}}),
+    ("smolvlm", {"size": {"longest_edge": 90}, "max_image_size": {"longest_edge": 28}, "resample": 2, **LEVELS}),
+    (
+        "smolvlm",
+        {"size": {"longest_edge": 90}, "max_image_size": {"longest_edge": 28}, "do_image_splitting": False},
+    ),
     ("idefics", {"size": SQUARE}),
     ("idefics", {"image_size": 28, "resample": 2, **LEVELS}),
 ]
@@ -128,19 +152,19 @@ SAID = [  # a family, and what its processor is told
 def made(name: str):
     kind = name.partition(",")[0]
     family = FAMILIES[kind]
-    return randomize(family.model(family.read({"model_type": kind, **FAMILY[name]})).eval())
+    return randomize(family.model_class(family.from_hf_config({"model_type": kind, **FAMILY[name]})).eval())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """name → a folder as transformers would have it, with nothing about pictures."""
+    """Map each name to a transformers folder without a preprocessor config."""
     kept = {}
 
     def of(name: str):
         if name not in kept:
             kept[name] = tmp_path_factory.mktemp("model")
             to_hf(made(name), kept[name])
-            (kept[name] / FILE).unlink()
+            (kept[name] / PREPROCESSOR_FILE).unlink()
         return kept[name]
 
     return of
@@ -153,7 +177,7 @@ def processor_of(place):
 
 
 def theirs(processor) -> list[torch.Tensor]:
-    """What each picture becomes, by itself."""
+    """Process each image on its own."""
     found = []
     for image in IMAGES:
         made = processor(image, return_tensors="pt")
@@ -163,9 +187,9 @@ def theirs(processor) -> list[torch.Tensor]:
 
 
 def ours(model) -> list[torch.Tensor]:
-    if isinstance(model, LookingVLM):
-        return [model.prepare([image]).pixels.flatten(0, -4) for image in IMAGES]
-    return [model.prepare([image]).pixels for image in IMAGES]
+    if isinstance(model, CrossAttentionVLM):
+        return [model.prepare_images([image]).pixels.flatten(0, -4) for image in IMAGES]
+    return [model.prepare_images([image]).pixels for image in IMAGES]
 
 
 def shown(config) -> tuple:
@@ -178,90 +202,90 @@ def same(a, b) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_we_write_is_what_they_do(name, tmp_path):
+def test_exported_preprocessing_matches_transformers(name, tmp_path):
     model = made(name)
     to_hf(model, tmp_path)
     processor = processor_of(tmp_path)
-    kind = FAMILIES[name.partition(",")[0]].pictures
+    kind = FAMILIES[name.partition(",")[0]].image_processor
     assert type(processor).__name__ == f"{kind.name}Pil"
     same(theirs(processor), ours(model))
     assert shown(read_config(tmp_path)) == shown(from_hf(tmp_path).config) == shown(model.config)
 
 
-@pytest.mark.parametrize(("name", "said"), SAID, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_they_say_is_what_we_do(name, said, folder, tmp_path):
-    """Their file beside a model, or within that of a whole processor; and the same from folder to folder."""
+@pytest.mark.parametrize(("name", "output"), SAID, ids=lambda x: x if isinstance(x, str) else "")
+def test_imported_preprocessing_matches_transformers(name, output, folder, tmp_path):
+    """Reads preprocessor_config.json or processor_config.json; round trips keep it."""
     shutil.copytree(folder(name), tmp_path / "theirs")
     to_hf(made(name), tmp_path / "usual")
-    processor = type(processor_of(tmp_path / "usual"))(**said)
+    processor = type(processor_of(tmp_path / "usual"))(**output)
     processor.save_pretrained(tmp_path / "theirs")
     model = from_hf(tmp_path / "theirs")
     expected = theirs(processor)
     same(ours(model), expected)
 
     save(model, tmp_path / "own")
-    assert not (tmp_path / "own" / FILE).exists()  # the config says it all
+    assert not (tmp_path / "own" / PREPROCESSOR_FILE).exists()  # the config says it all
     again = load(tmp_path / "own")
     assert again.config == model.config
     to_hf(again, tmp_path / "back")
     same(theirs(processor_of(tmp_path / "back")), expected)
 
-    file = tmp_path / "theirs" / FILE
-    (tmp_path / "theirs" / WHOLE).write_text(json.dumps({"image_processor": json.loads(file.read_text())}))
+    file = tmp_path / "theirs" / PREPROCESSOR_FILE
+    (tmp_path / "theirs" / PROCESSOR_FILE).write_text(json.dumps({"image_processor": json.loads(file.read_text())}))
     file.write_text("{}")  # older than the whole's
     assert read_config(tmp_path / "theirs") == model.config
     to_hf(model, tmp_path / "theirs")
-    whole = json.loads((tmp_path / "theirs" / WHOLE).read_text())
+    whole = json.loads((tmp_path / "theirs" / PROCESSOR_FILE).read_text())
     assert "image_processor" not in whole  # which transformers would read first
     same(theirs(processor_of(tmp_path / "theirs")), expected)
 
 
 @pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize("said", [None, {}, {"image_mean": None, "processor_class": "X"}])
-def test_what_is_not_said_is_as_usual(name, said, folder, tmp_path):
+@pytest.mark.parametrize("output", [None, {}, {"image_mean": None, "processor_class": "X"}])
+def test_missing_keys_use_defaults(name, output, folder, tmp_path):
     shutil.copytree(folder(name), tmp_path / "theirs")
-    if said is not None:
-        (tmp_path / "theirs" / FILE).write_text(json.dumps(said))
+    if output is not None:
+        (tmp_path / "theirs" / PREPROCESSOR_FILE).write_text(json.dumps(output))
     assert shown(read_config(tmp_path / "theirs")) == shown(made(name).config)
 
 
-def test_released_words(folder, tmp_path):
-    """As Qwen2-VL, LLaVA-1.5, InternVL3 and Idefics were published."""
+def test_released_preprocessor_configs(folder, tmp_path):
+    """Released files of Qwen2-VL, LLaVA-1.5, InternVL3 and Idefics."""
     released = {
-        "qwen2_vl": ({"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 3, "merge_size": 2}, Native),
-        "llava": ({"crop_size": SQUARE, "do_center_crop": True, "size": {"shortest_edge": 28}}, Crop),
-        "internvl": ({"crop_size": None, "crop_to_patches": False, "min_patches": 1, "max_patches": 12}, Tiles),
+        "qwen2_vl": ({"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 3, "merge_size": 2}, NativePolicy),
+        "llava": ({"crop_size": SQUARE, "do_center_crop": True, "size": {"shortest_edge": 28}}, CropPolicy),
+        "internvl": ({"crop_size": None, "crop_to_patches": False, "min_patches": 1, "max_patches": 12}, TilesPolicy),
         "idefics": (
             {"image_num_channels": 3, "image_size": 28, "image_processor_type": "IdeficsImageProcessor"},
-            Naive,
+            NaivePolicy,
         ),
     }
-    for name, (said, kind) in released.items():
+    for name, (output, kind) in released.items():
         place = tmp_path / name
         shutil.copytree(folder(name), place)
-        (place / FILE).write_text(json.dumps(said))
+        (place / PREPROCESSOR_FILE).write_text(json.dumps(output))
         policy = read_config(place).policy
         assert type(policy) is kind and policy == made(name).config.policy
 
 
 WRONG = [
     ("llava", {"size": {"shortest_edge": 30}, "crop_size": {"height": 30, "width": 30}}, "28"),
-    ("llava", {"size": {"shortest_edge": 40}, "crop_size": SQUARE, "do_pad": True}, "padded"),
-    ("llava", {"do_pad": True, "image_processor_type": "CLIPImageProcessor"}, "do_pad of a CLIP"),
-    ("llava", {"size": {"height": 28, "width": 30}, "do_center_crop": False}, "pictures of"),
-    ("llava", {"do_resize": False}, "not resized"),
+    ("llava", {"size": {"shortest_edge": 40}, "crop_size": SQUARE, "do_pad": True}, "do_pad is true, with a crop from"),
+    ("llava", {"do_pad": True, "image_processor_type": "CLIPImageProcessor"}, "do_pad is true in a CLIPImageProcessor"),
+    ("llava", {"size": {"height": 28, "width": 30}, "do_center_crop": False}, "is not square"),
+    ("llava", {"do_resize": False}, "do_resize is false"),
     ("llava", {"do_rescale": False}, "rescale"),
     ("llava", {"rescale_factor": 1 / 128}, "rescale"),
     ("llava", {"resample": 0}, "resample"),
     ("llava", {"image_mean": [0.5]}, "image_mean"),
-    ("llava", {"image_std": [0, 0, 0]}, "divided by 0"),
+    ("llava", {"image_std": [0, 0, 0]}, "image_std is"),
     ("llava_next", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
     ("llava_next", {"size": {"shortest_edge": 56}}, "size"),
     ("llava_next", {"crop_size": {"height": 14, "width": 14}}, "crop_size"),
     ("llava_next_video", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
     ("llava_onevision", {"image_grid_pinpoints": [[28, 56]]}, "image_grid_pinpoints"),
     ("llava_onevision", {"size": {"height": 56, "width": 56}}, "size"),
-    ("qwen2_vl", {"patch_size": 14}, "patch_size is 14, and the model's is 3"),
+    ("qwen2_vl", {"patch_size": 14}, "and the model has"),
     ("qwen2_vl", {"merge_size": 1}, "merge_size"),
     ("qwen3_vl", {"temporal_patch_size": 1}, "temporal_patch_size"),
     ("qwen3_vl", {"size": {"shortest_edge": 100}}, "longest_edge"),
@@ -269,26 +293,32 @@ WRONG = [
     ("qwen3_vl", {"min_pixels": "many"}, "min_pixels"),
     ("qwen3_vl", {"min_pixels": 9, "max_pixels": 8}, "min_pixels"),
     ("internvl", {"size": {"height": 448, "width": 448}}, "448"),
-    ("internvl", {"min_patches": 0}, "from 0"),
+    ("internvl", {"min_patches": 0}, "TilesPolicy: min_tiles"),
     ("internvl", {"max_patches": 10**12}, "max_patches"),
     ("llava", {"image_mean": [float("nan")] * 3}, "finite"),
     ("blip-2", {"size": {"height": 14, "width": 14}}, "15"),
     ("mllama", {"max_image_tiles": 3}, "max_image_tiles"),
     ("mllama", {"size": {"height": 560, "width": 560}}, "560"),
+    ("gemma3", {"size": {"height": 896, "width": 896}}, "896"),
+    ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is true"),
+    ("paligemma", {"image_seq_length": 256}, "image_seq_length is 256, and the model has 16"),
+    ("idefics3", {"max_image_size": {"longest_edge": 364}}, "max_image_size is .*364.*, and the model has"),
+    ("idefics3", {"size": SQUARE}, "longest_edge"),
+    ("smolvlm", {"size": {"longest_edge": 10**6}}, "longest_edge is 1000000"),
     ("idefics", {"image_size": 224}, "224"),
 ]
 
 
-@pytest.mark.parametrize(("name", "said", "says"), WRONG)
-def test_what_contradicts_the_model_is_refused(name, said, says, folder, tmp_path):
+@pytest.mark.parametrize(("name", "output", "message"), WRONG)
+def test_contradicting_settings_raise(name, output, message, folder, tmp_path):
     shutil.copytree(folder(name), tmp_path / "theirs")
-    (tmp_path / "theirs" / FILE).write_text(json.dumps(said))
-    with pytest.raises((CheckpointError, ConfigError), match=says) as caught:
+    (tmp_path / "theirs" / PREPROCESSOR_FILE).write_text(json.dumps(output))
+    with pytest.raises((CheckpointError, ConfigError), match=message) as caught:
         from_hf(tmp_path / "theirs")
-    assert str(tmp_path / "theirs" / FILE) in caught.value.problem
+    assert str(tmp_path / "theirs" / PREPROCESSOR_FILE) in caught.value.problem
 
 
-KEYS = sorted({key for _, said in SAID for key in said} | {key for _, said, _ in WRONG for key in said})
+KEYS = sorted({key for _, output in SAID for key in output} | {key for _, output, _ in WRONG for key in output})
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(-2, 10**30), st.floats(), st.text(max_size=3))
 EDGES = st.sampled_from(["height", "width", "shortest_edge", "longest_edge"])
 ANYTHING = st.one_of(VALUES, st.lists(VALUES, max_size=3), st.dictionaries(EDGES, VALUES, max_size=2))
@@ -296,21 +326,21 @@ ANYTHING = st.one_of(VALUES, st.lists(VALUES, max_size=3), st.dictionaries(EDGES
 
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(FAMILY)), st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=4))
-def test_whatever_a_stranger_says(tmp_path_factory, name, said):
-    """It is followed, or refused in words."""
+def test_random_settings_are_followed_or_raise(tmp_path_factory, name, output):
+    """Random settings are followed or raise an error."""
     place = tmp_path_factory.mktemp("said")
-    (place / FILE).write_text(json.dumps(said))
+    (place / PREPROCESSOR_FILE).write_text(json.dumps(output))
     kind = name.partition(",")[0]
     try:
-        found = FAMILIES[kind].config({"model_type": kind, **FAMILY[name]}, place / "config.json")
+        found = FAMILIES[kind].read_config({"model_type": kind, **FAMILY[name]}, place / "config.json")
     except VitrailError as error:
-        assert FILE in error.problem
+        assert PREPROCESSOR_FILE in error.problem
     else:
-        assert FAMILIES[kind].fits(found) or isinstance(found.policy, Letterbox)  # see the next test
+        assert FAMILIES[kind].supports(found) or isinstance(found.policy, LetterboxPolicy)  # see the next test
 
 
-def test_padding_without_normalising(folder, tmp_path):
-    """The padding is the mean all the same, as in transformers; what we would write of it pads with zeros."""
+def test_padding_without_normalization(folder, tmp_path):
+    """Padding is the mean, as in transformers; an export would pad with zeros."""
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
     shutil.copytree(folder("llava"), tmp_path / "theirs")
@@ -318,52 +348,58 @@ def test_padding_without_normalising(folder, tmp_path):
     processor.save_pretrained(tmp_path / "theirs")
     model = from_hf(tmp_path / "theirs")
     same(ours(model), theirs(processor))
-    assert not FAMILIES["llava"].fits(model.config)
+    assert not FAMILIES["llava"].supports(model.config)
 
 
-def test_what_no_processor_does_is_not_written(tmp_path):
+def test_inexpressible_preprocessing_is_not_written(tmp_path):
     config = made("llava").config
-    place = {"size": 28, "patch": 7}
-    assert FAMILIES["llava"].fits(config.with_(policy=Crop(edge=28, **place)))
-    assert FAMILIES["llava"].fits(config.with_(policy=Letterbox(**place)))
-    assert not FAMILIES["llava"].fits(config.with_(policy=Letterbox(fill=(0, 0, 0), **place)))
-    assert not FAMILIES["llava"].fits(config.with_(policy=Tiles(tile=28, patch=7)))
-    assert not FAMILIES["blip-2"].fits(made("blip-2").config.with_(policy=Letterbox(size=15, patch=7, unread=1)))
+    place = {"image_size": 28, "patch_size": 7}
+    assert FAMILIES["llava"].supports(config.replace(policy=CropPolicy(shortest_edge=28, **place)))
+    assert FAMILIES["llava"].supports(config.replace(policy=LetterboxPolicy(**place)))
+    assert not FAMILIES["llava"].supports(config.replace(policy=LetterboxPolicy(fill_colour=(0, 0, 0), **place)))
+    assert not FAMILIES["llava"].supports(config.replace(policy=TilesPolicy(tile_size=28, patch_size=7)))
+    assert not FAMILIES["blip-2"].supports(
+        made("blip-2").config.replace(policy=LetterboxPolicy(image_size=15, patch_size=7, unread_pixels=1))
+    )
     tiled = made("llava_next").config
-    assert not FAMILIES["llava_next"].fits(tiled.with_(policy=tiled.policy.with_(max_tiles=2)))
-    assert not FAMILIES["llava_next"].fits(tiled.with_(policy=tiled.policy.with_(fill=(9, 9, 9))))
+    assert not FAMILIES["llava_next"].supports(tiled.replace(policy=tiled.policy.replace(max_tiles=2)))
+    assert not FAMILIES["llava_next"].supports(tiled.replace(policy=tiled.policy.replace(fill_colour=(9, 9, 9))))
 
 
 @settings(max_examples=40)
 @given(st.integers(36, 9999), st.integers(0, 9999), st.tuples(*[st.floats(0.01, 1.0)] * 3), st.integers(1, 9))
-def test_there_and_back(least, more, levels, tiles):
+def test_round_trip(least, more, levels, tiles):
     native, cut = made("qwen2_vl").config, made("internvl").config
-    native = native.with_(policy=native.policy.with_(min_pixels=least, max_pixels=least + more), std=levels)
-    cut = cut.with_(policy=cut.policy.with_(least=tiles, most=tiles + more % 7, resample="bilinear"), mean=levels)
+    native = native.replace(policy=native.policy.replace(min_pixels=least, max_pixels=least + more), std=levels)
+    cut = cut.replace(
+        policy=cut.policy.replace(min_tiles=tiles, max_tiles=tiles + more % 7, resample="bilinear"), mean=levels
+    )
     for name, config in (("qwen2_vl", native), ("internvl", cut)):
-        processor = FAMILIES[name].pictures
-        said = json.loads(json.dumps(processor.write(config)))
-        assert processor.read(made(name).config, said) == config
+        processor = FAMILIES[name].image_processor
+        output = json.loads(json.dumps(processor.to_processor_config(config)))
+        assert processor.apply_processor_config(made(name).config, output) == config
 
 
-def test_no_suite_takes_the_tower_of_one():
-    """Its pictures are prepared as its config says, which suites would not follow."""
-    assert all(tower_of(made(name)) is None for name in ("llava", "qwen2_vl", "mllama", "idefics"))
-    assert tower_of(made("llava").tower) is not None
+def test_suites_do_not_take_vlm_towers():
+    """Their preprocessing follows the model config, which suites do not support."""
+    assert all(find_image_tower(made(name)) is None for name in ("llava", "qwen2_vl", "mllama", "idefics"))
+    assert find_image_tower(made("llava").tower) is not None
 
 
-def test_views_of_a_model_that_looks():
-    """Pictures of unequal ratios together, and through the model."""
+def test_views_of_cross_attention_vlm():
+    """Images with different aspect ratios in one batch, through the model."""
     from transformers import MllamaImageProcessorPil
 
     model = made("mllama")
-    views = model.prepare(IMAGES)
+    views = model.prepare_images(IMAGES)
     processor = MllamaImageProcessorPil(
         size=SQUARE, image_mean=list(model.config.mean), image_std=list(model.config.std)
     )
     expected = processor([IMAGES], return_tensors="pt")
     torch.testing.assert_close(views.pixels, expected["pixel_values"][0], rtol=0, atol=0)
-    ids = [1 + Canvas().ratios.index(ratio) for ratio in views.ratios]
+    ids = [1 + CanvasPolicy().tile_grids.index(ratio) for ratio in views.aspect_ratios]
     assert ids == expected["aspect_ratio_ids"][0].tolist() and len(set(ids)) > 3
-    assert [len(seen) for seen in model.look(views)] == [17 * n for n in expected["num_tiles"][0]]
-    assert [len(seen) for seen in made("idefics").look(made("idefics").prepare(IMAGES))] == [17] * len(IMAGES)
+    assert [len(seen) for seen in model.encode_images(views)] == [17 * n for n in expected["num_tiles"][0]]
+    assert [len(seen) for seen in made("idefics").encode_images(made("idefics").prepare_images(IMAGES))] == [17] * len(
+        IMAGES
+    )

@@ -1,4 +1,4 @@
-"""Qwen's vision-language models at their released shapes, on the meta device."""
+"""Released shapes of Qwen-VL models, on the meta device."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from hub.test_qwen_vl import MODELS, stored
-from vitrail.hub.families import FAMILIES
-from vitrail.hub.qwen_vl import KIN, SIZES, WIDTH
+from vitrail.hub.qwen3_5 import QWEN3_5_VARIANTS
+from vitrail.hub.qwen_vl import DEFAULT_OUT_SIZE, QWEN_VL_VARIANTS, TEXT_SIZE_KEYS
 from vitrail.models.vlm import VLM
+from vitrail.registry import FAMILIES
 
 
 def second(tied: bool, vision: dict, *sizes: int) -> dict:
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
     windows = {"use_sliding_window": False, "sliding_window": 32_768}
-    text = dict(zip(SIZES, (*sizes, 32_768, 1e-6), strict=False))
+    text = dict(zip(TEXT_SIZE_KEYS, (*sizes, 32_768, 1e-6), strict=False))
     return {**text, **rope, **windows, "tie_word_embeddings": tied, "vision_config": vision}
 
 
@@ -36,7 +37,7 @@ LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack
 
 def third(tied: bool, vision: dict, *sizes: int, **more) -> dict:
     scaling = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    text = dict(zip(SIZES, (*sizes, 262_144, 1e-6, 5e6), strict=True))
+    text = dict(zip(TEXT_SIZE_KEYS, (*sizes, 262_144, 1e-6, 5e6), strict=True))
     text |= {"head_dim": 128, "rope_scaling": scaling, **more}
     return {
         "text_config": text,
@@ -70,35 +71,33 @@ def test_released_shapes(name):
     family, about, millions = RELEASED[name]
     config, model = MODELS[family]
     row = FAMILIES[family]
-    ours = row.config(about, Path("config.json"))
-    assert row.fits(ours)
+    ours = row.read_config(about, Path("config.json"))
+    assert row.supports(ours)
     with torch.device("meta"):
         mine, theirs = VLM(ours), model(config(**json.loads(json.dumps(about))))
     count = sum(p.numel() for p in mine.parameters())
     assert count == sum(p.numel() for p in theirs.parameters())
     assert round(count / 1e6) == millions
     names = {stored(family, key) for key, _ in theirs.named_parameters()}
-    assert {x for move in row.moves(ours) for x in move.theirs} == names
+    assert {x for move in row.tensor_rules(ours) for x in move.hf} == names
     rope = theirs.config.text_config.rope_parameters
     rotary = ours.decoder.rotary
     assert (list(rotary.sections), rotary.theta) == (rope["mrope_section"], rope["rope_theta"])
     assert ours.rules.tokens_per_second == 2
 
 
-@pytest.mark.parametrize("kin", KIN, ids=lambda kin: kin.name)
-def test_what_a_config_leaves_out(kin):
-    config, _ = MODELS[kin.name]
+@pytest.mark.parametrize("variant", QWEN_VL_VARIANTS + QWEN3_5_VARIANTS, ids=lambda variant: variant.name)
+def test_config_defaults(variant):
+    config, _ = MODELS[variant.name]
     theirs = config()
-    text = {"rope_theta": theirs.text_config.rope_parameters["rope_theta"], **theirs.text_config.to_dict()}
-    assert {key: text[key] for key in kin.text} == kin.text
-    assert getattr(theirs.vision_config, kin.gives) == WIDTH
-    ours = FAMILIES[kin.name].read(agreed(kin))
-    assert {f"{mark}_token_id": id for mark, id in ours.marks.items()}.items() <= theirs.to_dict().items()
-    assert ours.rules.fill == theirs.image_token_id
-    if kin.rule == "qwen2.5-vl":  # the class says 4, its released configs 2
+    assert getattr(theirs.vision_config, variant.out_size_key) == DEFAULT_OUT_SIZE
+    ours = FAMILIES[variant.name].from_hf_config(agreed(variant))
+    assert {f"{mark}_token_id": id for mark, id in ours.vision_token_ids.items()}.items() <= theirs.to_dict().items()
+    assert ours.rules.fill_id == theirs.image_token_id
+    if variant.position_rule == "qwen2.5-vl":  # the class says 4, its released configs 2
         assert ours.rules.tokens_per_second == theirs.vision_config.tokens_per_second == 4
 
 
-def agreed(kin) -> dict:
-    """transformers' defaults put together a merger and a language model of unequal widths."""
-    return {"vision_config": {kin.gives: kin.text["hidden_size"]}}
+def agreed(variant) -> dict:
+    """Make the default widths of merger and language model equal."""
+    return {"vision_config": {variant.out_size_key: variant.text_defaults["hidden_size"]}}

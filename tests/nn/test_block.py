@@ -1,4 +1,4 @@
-"""One block is each of the field's: outputs and gradients against transformers' layers with the same weights."""
+"""Blocks against transformers' layers with the same weights: outputs and gradients."""
 
 import pytest
 import torch
@@ -26,20 +26,20 @@ from vitrail.errors import ConfigError
 from vitrail.nn import (
     Attention,
     AttentionConfig,
+    AttentionPlan,
     Block,
     BlockConfig,
-    GatedConfig,
-    PlainConfig,
-    Plan,
-    Rotary,
+    GatedMLPConfig,
+    PlainMLPConfig,
     RotaryConfig,
+    RotaryEmbedding,
     attention_plan,
     make_mlp,
 )
 
 
-def agree(ours, theirs, x, values=1e-5, gradients=1e-4):
-    """Same output, same gradient at the input."""
+def assert_equal_layers(ours, theirs, x, values=1e-5, gradients=1e-4):
+    """Check that outputs and input gradients are equal."""
     weight = torch.randn(ours.shape)
     assert relative(ours, theirs) <= values
     (a,), (b,) = (torch.autograd.grad((y * weight).sum(), x, retain_graph=True) for y in (ours, theirs))
@@ -52,7 +52,7 @@ def copy(target, source):
             ours.copy_(theirs)
 
 
-SIZES = [(48, 4, 2, 16, 80), (60, 6, 3, 8, 50), (40, 5, 1, 24, 96), (36, 3, 3, 12, 36)]  # odd on purpose
+SIZES = [(48, 4, 2, 16, 80), (60, 6, 3, 8, 50), (40, 5, 1, 24, 96), (36, 3, 3, 12, 36)]  # unusual sizes on purpose
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -77,7 +77,9 @@ def test_decoder_layers(size, family, settings, bias, qk_norm):
     reference_config._attn_implementation = "eager"
     layer = randomize(family(reference_config, layer_idx=0))
     attention = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm)
-    block = Block(BlockConfig(width=width, attention=attention, mlp=GatedConfig(hidden=hidden), norm="rms"))
+    block = Block(
+        BlockConfig(width=width, attention=attention, mlp=GatedMLPConfig(intermediate_size=hidden), norm="rms")
+    )
     ours, mlp = block.branches["self"], block.branches["mlp"]
     theirs = layer.self_attn
     put(ours.op.qkv, theirs.q_proj, theirs.k_proj, theirs.v_proj)
@@ -96,7 +98,11 @@ def test_decoder_layers(size, family, settings, bias, qk_norm):
     future = torch.full((11, 11), -torch.inf).triu(1)[None, None]
     reference = layer(x, attention_mask=future, position_embeddings=angles)
     reference = reference[0] if isinstance(reference, tuple) else reference
-    agree(block(x, Plan(causal=True), rotation=Rotary(RotaryConfig(head_dim=head_dim))(at)), reference, x)
+    assert_equal_layers(
+        block(x, AttentionPlan(causal=True), rotation=RotaryEmbedding(RotaryConfig(head_dim=head_dim))(at)),
+        reference,
+        x,
+    )
 
 
 @pytest.mark.parametrize("activation", ["quick_gelu", "gelu", "gelu_tanh"])
@@ -109,7 +115,7 @@ def test_clip_tower_layer(activation):
         BlockConfig(
             width=60,
             attention=AttentionConfig(heads=5, bias="all"),
-            mlp=PlainConfig(hidden=77, activation=activation),
+            mlp=PlainMLPConfig(intermediate_size=77, activation=activation),
             eps=1e-5,
         )
     )
@@ -122,7 +128,7 @@ def test_clip_tower_layer(activation):
     copy(mlp.op, layer.mlp)
     x = torch.randn(2, 17, 60, requires_grad=True)
     reference = layer(x, attention_mask=None)
-    agree(block(x), reference[0] if isinstance(reference, tuple) else reference, x)
+    assert_equal_layers(block(x), reference[0] if isinstance(reference, tuple) else reference, x)
 
 
 def test_dinov2_layer_with_layer_scale():
@@ -131,7 +137,10 @@ def test_dinov2_layer_with_layer_scale():
     layer = randomize(Dinov2Layer(reference_config)).eval()
     block = Block(
         BlockConfig(
-            width=48, attention=AttentionConfig(heads=4, bias="all"), mlp=PlainConfig(hidden=144), layer_scale=0.5
+            width=48,
+            attention=AttentionConfig(heads=4, bias="all"),
+            mlp=PlainMLPConfig(intermediate_size=144),
+            layer_scale=0.5,
         )
     )
     ours, mlp = block.branches["self"], block.branches["mlp"]
@@ -149,7 +158,7 @@ def test_dinov2_layer_with_layer_scale():
         mlp.scale.copy_(layer.layer_scale2.lambda1)
     x = torch.randn(2, 9, 48, requires_grad=True)
     reference = layer(x)
-    agree(block(x), reference[0] if isinstance(reference, tuple) else reference, x)
+    assert_equal_layers(block(x), reference[0] if isinstance(reference, tuple) else reference, x)
 
 
 def test_qformer_layer():
@@ -162,9 +171,9 @@ def test_qformer_layer():
         BlockConfig(
             width=48,
             attention=AttentionConfig(heads=4, bias="all"),
-            mlp=PlainConfig(hidden=70),
-            chain=("self", "cross", "mlp"),
-            norm_at="after",
+            mlp=PlainMLPConfig(intermediate_size=70),
+            branches=("self", "cross", "mlp"),
+            norm_position="after",
             eps=reference_config.layer_norm_eps,
             context_width=36,
         )
@@ -185,7 +194,7 @@ def test_qformer_layer():
 
     x, picture = torch.randn(2, 7, 48, requires_grad=True), torch.randn(2, 13, 36)
     reference = layer(x, encoder_hidden_states=picture, query_length=7)
-    agree(block(x, context=picture), reference, x)
+    assert_equal_layers(block(x, context=picture), reference, x)
 
 
 def test_gated_cross_attention_layer():
@@ -198,14 +207,14 @@ def test_gated_cross_attention_layer():
         BlockConfig(
             width=48,
             attention=AttentionConfig(heads=6, kv_heads=2, qk_norm="rms"),
-            mlp=GatedConfig(hidden=64),
-            chain=("cross", "mlp"),
+            mlp=GatedMLPConfig(intermediate_size=64),
+            branches=("cross", "mlp"),
             norm="rms",
             gated=True,
         )
     )
     x, picture = torch.randn(2, 7, 48, requires_grad=True), torch.randn(2, 13, 48)
-    assert torch.equal(block(x, context=picture), x)  # closed gates leave the text model as it was, bit for bit
+    assert torch.equal(block(x, context=picture), x)  # closed gates do not change the text model
 
     cross, mlp, theirs = block.branches["cross"], block.branches["mlp"], layer.cross_attn
     put(cross.op.q, theirs.q_proj)
@@ -222,7 +231,7 @@ def test_gated_cross_attention_layer():
         mlp.gate.copy_(layer.cross_attn_mlp_gate)
     reference = layer(x, picture, None, None, None)
     reference = reference[0] if isinstance(reference, tuple) else reference
-    agree(block(x, context=picture), reference, x)
+    assert_equal_layers(block(x, context=picture), reference, x)
 
 
 def test_perceiver_resampler():
@@ -234,8 +243,8 @@ def test_perceiver_resampler():
     config = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, head_dim=head_dim, qk_norm="layer", eps=1e-5),
-        mlp=PlainConfig(hidden=resampler.intermediate_dim, activation="relu", bias=False),
-        chain=("joint", "mlp"),
+        mlp=PlainMLPConfig(intermediate_size=resampler.intermediate_dim, activation="relu", bias=False),
+        branches=("joint", "mlp"),
         eps=1e-5,
     )
     blocks = [Block(config) for _ in range(depth)]
@@ -255,17 +264,17 @@ def test_perceiver_resampler():
     x = resampler.latents.expand(2, -1, -1)
     for block in blocks:
         x = block(x, context=picture)
-    agree(resampler.layer_norm(x), resampler(picture), picture)
+    assert_equal_layers(resampler.layer_norm(x), resampler(picture), picture)
 
 
-def test_packed_cross_attention_is_as_if_alone():
-    """Queries of several pictures in one row, each looking at its own picture of another size."""
+def test_packed_cross_attention_equals_unpacked():
+    """Queries of several images in one row, each attending to its own image; the images differ in size."""
     config = BlockConfig(
         width=48,
         attention=AttentionConfig(heads=4, bias="all"),
-        mlp=PlainConfig(hidden=70),
-        chain=("self", "cross", "mlp"),
-        norm_at="after",
+        mlp=PlainMLPConfig(intermediate_size=70),
+        branches=("self", "cross", "mlp"),
+        norm_position="after",
         context_width=36,
     )
     block = randomize(Block(config))
@@ -288,45 +297,54 @@ def test_packed_cross_attention_is_as_if_alone():
 @pytest.mark.parametrize(
     "bad",
     [
-        {"chain": ()},
-        {"chain": ("mlp", "mlp")},
-        {"chain": ("self", "joint", "mlp")},
+        {"branches": ()},
+        {"branches": ("mlp", "mlp")},
+        {"branches": ("self", "joint", "mlp")},
         {"gated": True, "layer_scale": 0.1},
         {"width": 50},
     ],
 )
-def test_impossible_blocks_are_refused(bad):
+def test_invalid_blocks_raise(bad):
     with pytest.raises(ConfigError):
-        BlockConfig(**({"width": 48, "attention": AttentionConfig(heads=4), "mlp": PlainConfig(hidden=8)} | bad))
+        BlockConfig(
+            **({"width": 48, "attention": AttentionConfig(heads=4), "mlp": PlainMLPConfig(intermediate_size=8)} | bad)
+        )
 
 
-def test_impossible_attention_is_refused():
+def test_invalid_attention_raises():
     with pytest.raises(ConfigError, match="kv_heads"):
         AttentionConfig(heads=6, kv_heads=4)
     block = Block(
-        BlockConfig(width=16, attention=AttentionConfig(heads=2), mlp=PlainConfig(hidden=8), chain=("cross", "mlp"))
+        BlockConfig(
+            width=16,
+            attention=AttentionConfig(heads=2),
+            mlp=PlainMLPConfig(intermediate_size=8),
+            branches=("cross", "mlp"),
+        )
     )
     with pytest.raises(ConfigError, match="context"):
         block(torch.randn(1, 2, 16))
 
 
-def test_configs_round_trip_and_name_the_nearest_key():
+def test_configs_round_trip_and_suggest_keys():
     config = BlockConfig(
-        width=48, attention=AttentionConfig(heads=4), mlp=GatedConfig(hidden=8), chain=("cross", "mlp")
+        width=48, attention=AttentionConfig(heads=4), mlp=GatedMLPConfig(intermediate_size=8), branches=("cross", "mlp")
     )
-    assert BlockConfig.read(config.plain()) == config
+    assert BlockConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r"attention\.head'.*\n.*heads"):
-        BlockConfig.read({"width": 48, "attention": {"head": 4}, "mlp": {"kind": "plain", "hidden": 8}})
+        BlockConfig.from_dict({"width": 48, "attention": {"head": 4}, "mlp": {"kind": "plain", "intermediate_size": 8}})
     with pytest.raises(ConfigError, match="kv_heads"):
-        BlockConfig.read({"width": 8, "attention": {"heads": 4, "kv_heads": 3}, "mlp": {"kind": "plain", "hidden": 8}})
+        BlockConfig.from_dict(
+            {"width": 8, "attention": {"heads": 4, "kv_heads": 3}, "mlp": {"kind": "plain", "intermediate_size": 8}}
+        )
     with pytest.raises(ConfigError, match="hiden"):
-        GatedConfig(hidden=8).with_(hiden=9)
+        GatedMLPConfig(intermediate_size=8).replace(hiden=9)
 
 
 @pytest.mark.parametrize("bias", ["none", "qkv", "out", "all", "all_but_k"])
 @pytest.mark.parametrize("inner", [None, "layer", "rms"])
-def test_attention_spelt_out(bias, inner):
-    """Every choice of bias and of the norm inside, against the formula."""
+def test_attention_equals_the_formula(bias, inner):
+    """Every choice of bias and inner norm, against the formula."""
     config = AttentionConfig(heads=3, head_dim=4, bias=bias, inner_norm=inner, eps=1e-3)
     ours = randomize(Attention(10, config))
     x = torch.randn(2, 7, 10)
@@ -339,7 +357,7 @@ def test_attention_spelt_out(bias, inner):
     seen = ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
     seen = ours.inner_norm(seen) if inner else seen
     seen = seen @ ours.out.weight.T + (ours.out.bias if bias in ("out", "all", "all_but_k") else 0)
-    assert relative(ours(x, Plan()), seen) <= 1e-5
+    assert relative(ours(x, AttentionPlan()), seen) <= 1e-5
     biases = {name for name, _ in ours.named_parameters() if "bias" in name and "inner" not in name}
     assert (
         biases
@@ -353,14 +371,14 @@ def test_attention_spelt_out(bias, inner):
     )
 
 
-def test_no_bias_for_k_alone_with_a_context():
+def test_all_but_k_bias_needs_self_attention():
     with pytest.raises(ConfigError, match="together"):
         Attention(8, AttentionConfig(heads=2, bias="all_but_k"), "cross")
 
 
 @pytest.mark.parametrize("inner", [None, "layer"])
-def test_gated_mlp_spelt_out(inner):
-    ours = randomize(make_mlp(6, GatedConfig(hidden=9, bias=True, inner_norm=inner, eps=1e-3)))
+def test_gated_mlp_equals_the_formula(inner):
+    ours = randomize(make_mlp(6, GatedMLPConfig(intermediate_size=9, bias=True, inner_norm=inner, eps=1e-3)))
     x = torch.randn(4, 6)
     gate, up = (x @ ours.gate_up.weight.T + ours.gate_up.bias).chunk(2, dim=-1)
     y = torch.nn.functional.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Mixture of experts against transformers' blocks, its balance loss against their formula."""
+"""Mixture of experts and its load-balancing loss against transformers; gated MLP."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from helpers import put, randomize, relative
 from vitrail.errors import ConfigError
-from vitrail.nn import ExpertsConfig, GatedConfig, balance_loss, make_mlp
+from vitrail.nn import GatedMLPConfig, MoEConfig, make_mlp, pop_load_balancing_loss
 
 
 def output(result):
@@ -34,7 +34,9 @@ def test_experts_agree_with_qwen3(count, active, renormalize):
         norm_topk_prob=renormalize,
     )
     reference = randomize(Qwen3MoeSparseMoeBlock(config))
-    ours = make_mlp(24, ExpertsConfig(count=count, active=active, hidden=20, renormalize=renormalize))
+    ours = make_mlp(
+        24, MoEConfig(num_experts=count, experts_per_token=active, intermediate_size=20, renormalize=renormalize)
+    )
     load(ours, reference)
     x = torch.randn(2, 9, 24, requires_grad=True)
     a, b = ours(x), output(reference(x))
@@ -54,7 +56,17 @@ def test_shared_expert_agrees_with_qwen2():
         norm_topk_prob=False,
     )
     reference = randomize(Qwen2MoeSparseMoeBlock(config))
-    ours = make_mlp(24, ExpertsConfig(count=6, active=2, hidden=20, shared=30, shared_gate=True, renormalize=False))
+    ours = make_mlp(
+        24,
+        MoEConfig(
+            num_experts=6,
+            experts_per_token=2,
+            intermediate_size=20,
+            shared_intermediate_size=30,
+            shared_gate=True,
+            renormalize=False,
+        ),
+    )
     load(ours, reference)
     put(ours.shared.gate_up, reference.shared_expert.gate_proj, reference.shared_expert.up_proj)
     put(ours.shared.down, reference.shared_expert.down_proj)
@@ -65,50 +77,59 @@ def test_shared_expert_agrees_with_qwen2():
 
 def test_balance_loss_value_and_gradient():
     torch.manual_seed(3)
-    ours = make_mlp(24, ExpertsConfig(count=6, active=2, hidden=8)).train()
+    ours = make_mlp(24, MoEConfig(num_experts=6, experts_per_token=2, intermediate_size=8)).train()
     x = torch.randn(40, 24)
     ours(x)
-    loss = balance_loss(ours)
+    loss = pop_load_balancing_loss(ours)
     logits = ours.router(x)
     reference = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
     a, b = (torch.autograd.grad(v, ours.router.weight)[0] for v in (loss, reference))
     assert relative(a, b) <= 1e-4
-    assert balance_loss(ours) is None  # taken once, and let go
+    assert pop_load_balancing_loss(ours) is None  # cleared by the first call
 
 
-def test_balance_is_least_when_even():
-    ours = make_mlp(8, ExpertsConfig(count=4, active=1, hidden=8)).train()
+def test_balance_loss_is_smallest_for_even_load():
+    ours = make_mlp(8, MoEConfig(num_experts=4, experts_per_token=1, intermediate_size=8)).train()
     with torch.no_grad():
-        ours.router.weight.zero_()[0] = 5.0  # everything to the first
+        ours.router.weight.zero_()[0] = 5.0  # all tokens to the first expert
     ours(torch.rand(64, 8))
-    assert balance_loss(ours).item() > 3.9  # E for one expert, A = 1 when even
+    assert pop_load_balancing_loss(ours).item() > 3.9  # E if one expert gets all tokens, 1 if the load is even
 
 
 def test_balance_survives_activation_checkpointing():
     from torch.utils.checkpoint import checkpoint
 
-    ours = make_mlp(24, ExpertsConfig(count=6, active=2, hidden=8)).train()
+    ours = make_mlp(24, MoEConfig(num_experts=6, experts_per_token=2, intermediate_size=8)).train()
     x = torch.randn(10, 24, requires_grad=True)
     checkpoint(ours, x, use_reentrant=False).sum()
-    (a,) = torch.autograd.grad(balance_loss(ours), ours.router.weight)
+    (a,) = torch.autograd.grad(pop_load_balancing_loss(ours), ours.router.weight)
     ours(x)
-    (b,) = torch.autograd.grad(balance_loss(ours), ours.router.weight)
+    (b,) = torch.autograd.grad(pop_load_balancing_loss(ours), ours.router.weight)
     assert relative(a, b) <= 1e-6
 
 
-def test_impossible_experts_are_refused():
+def test_invalid_experts_raise():
     with pytest.raises(ConfigError):
-        ExpertsConfig(count=4, active=5, hidden=8)
+        MoEConfig(num_experts=4, experts_per_token=5, intermediate_size=8)
     with pytest.raises(ConfigError, match="shared"):
-        ExpertsConfig(count=4, active=1, hidden=8, shared_gate=True)
+        MoEConfig(num_experts=4, experts_per_token=1, intermediate_size=8, shared_gate=True)
+    for groups in (
+        {"num_groups": 4},
+        {"num_groups": 3},
+        {"num_groups": 2, "top_groups": 3},
+        {"num_groups": 0},
+        {"num_groups": 2, "experts_per_token": 3},
+    ):
+        with pytest.raises(ConfigError, match="groups of 4 experts"):
+            MoEConfig(**{"num_experts": 4, "experts_per_token": 1, "intermediate_size": 8, **groups})
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("inner", [None, "layer"])
-def test_gated_gives_the_same_with_and_without_gradients(bias, inner):
-    """On the CPU inference takes two products where training takes one."""
-    ours = randomize(make_mlp(24, GatedConfig(hidden=40, bias=bias, inner_norm=inner)))
+def test_gated_mlp_is_equal_with_and_without_gradients(bias, inner):
+    """On the CPU, inference uses two products and training one."""
+    ours = randomize(make_mlp(24, GatedMLPConfig(intermediate_size=40, bias=bias, inner_norm=inner)))
     x = torch.randn(3, 5, 24)
     with torch.no_grad():
         lean = ours(x)

@@ -1,4 +1,4 @@
-"""The script that times steps of a recipe's stage: every way takes the same steps, and it comes to its end."""
+"""perf/step.py: all attention backends take the same steps, and the script runs."""
 
 import importlib
 import json
@@ -11,7 +11,8 @@ from torch.autograd import DeviceType
 
 from vitrail import recipe
 from vitrail.errors import ConfigError
-from vitrail.train import trainer
+from vitrail.recipe import recipe_training
+from vitrail.training import trainer
 
 PERF = Path(__file__).parents[2] / "perf"
 
@@ -22,59 +23,67 @@ def script(monkeypatch):
     return importlib.import_module("step")
 
 
-def event(name: str, spent: float, device: DeviceType = DeviceType.CUDA, said: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(key=name, self_device_time_total=spent, device_type=device, is_user_annotation=said)
+def make_event(
+    name: str, time_us: float, device: DeviceType = DeviceType.CUDA, annotation: bool = False
+) -> SimpleNamespace:
+    return SimpleNamespace(key=name, self_device_time_total=time_us, device_type=device, is_user_annotation=annotation)
 
 
-def test_kernels_are_told_apart_and_counted_once(script, monkeypatch):
+def test_kernels_are_grouped_and_counted_once(script, monkeypatch):
     monkeypatch.setattr(script, "PROFILED", 2)
     events = [
-        event("nvjet_tst_128x256", 6000.0),
-        event("aten::mm", 6000.0, DeviceType.CPU),  # launched it
-        event("fmha_cutlassB_bf16", 4000.0),
-        event("triton_tem_fused_flex_attention_backward", 8000.0),
-        event("triton_poi_fused__scaled_dot_product_flash_attention_mm_0", 2000.0),
-        event("Optimizer.step", 9000.0, said=True),
+        make_event("nvjet_tst_128x256", 6000.0),
+        make_event("aten::mm", 6000.0, DeviceType.CPU),  # the launch
+        make_event("fmha_cutlassB_bf16", 4000.0),
+        make_event("triton_tem_fused_flex_attention_backward", 8000.0),
+        make_event("triton_poi_fused__scaled_dot_product_flash_attention_mm_0", 2000.0),
+        make_event("Optimizer.step", 9000.0, annotation=True),
     ]
-    spent = script.on_device(events)
-    assert [ms for _, ms in spent] == [4.0, 3.0, 2.0, 1.0] and spent[1][0] == "nvjet_tst_128x256"
-    assert script.grouped(spent) == {"attention": 6.0, "products": 3.0, "others": 1.0}
+    times = script.list_kernel_times(events)
+    assert [ms for _, ms in times] == [4.0, 3.0, 2.0, 1.0] and times[1][0] == "nvjet_tst_128x256"
+    assert script.group_kernel_times(times) == {"attention": 6.0, "products": 3.0, "others": 1.0}
 
 
-def test_ways_are_other_kernels_for_a_while(script):
-    sound, short = trainer.sound_gradients, script.attend.SHORT
+def test_backends_are_restored(script):
+    without_cudnn, max_keys = trainer.disable_cudnn_attention, script.attention_backends.MAX_DENSE_MASK_KEYS
     for name, changed in (("torch", (False, False)), ("cudnn", (True, False)), ("flex", (False, True))):
-        with script.way(name):
-            assert (trainer.sound_gradients is not sound, script.attend.SHORT < short) == changed
-        assert trainer.sound_gradients is sound and script.attend.SHORT == short
+        with script.use_attention_backend(name):
+            assert (
+                trainer.disable_cudnn_attention is not without_cudnn,
+                script.attention_backends.MAX_DENSE_MASK_KEYS < max_keys,
+            ) == changed
+        assert (
+            trainer.disable_cudnn_attention is without_cudnn
+            and script.attention_backends.MAX_DENSE_MASK_KEYS == max_keys
+        )
 
 
-def test_what_cannot_be_is_refused(script, monkeypatch, capsys):
+def test_invalid_arguments_are_refused(script, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="no stage 'lern'"):
-        script.short(recipe.read("smoke"), "lern")
-    monkeypatch.setattr(sys, "argv", ["step.py", "smoke", "learn", "stages.0.batch", "--out", "x.json"])
+        script.select_stage(recipe.load_recipe("smoke"), "lern")
+    monkeypatch.setattr(sys, "argv", ["step.py", "smoke", "learn", "stages.0.batch_size", "--out", "x.json"])
     with pytest.raises(SystemExit):
         script.main()
-    assert "'stages.0.batch' is no KEY=VALUE" in capsys.readouterr().err
+    assert "'stages.0.batch_size' is not KEY=VALUE" in capsys.readouterr().err
 
 
-def test_one_stage_is_left_and_what_it_reads(script):
-    mini = recipe.read("mini", {"model.parts.codec": {"start": "mini", "part": "codec"}})
-    found = script.short(mini, "sharpen")
+def test_one_stage_and_its_sources_are_selected(script):
+    mini = recipe.load_recipe("mini", {"model.parts.codec": {"checkpoint": "mini", "part": "codec"}})
+    found = script.select_stage(mini, "sharpen")
     assert [stage.name for stage in found.stages] == ["sharpen"] and "unseen" not in found.sources
     assert set(found.sources) == set(found.stages[0].mixture.weights)
-    assert found.stages[0].batch == 512 and found.stages[0].steps == script.WARM + script.TIMED + script.PROFILED
+    assert found.stages[0].batch_size == 512 and found.stages[0].steps == script.WARMUP + script.TIMED + script.PROFILED
 
 
-def test_the_whole_script(script, monkeypatch, tmp_path):
-    changes = ["stages.0.batch=2", "stages.0.accumulate=1", "stages.0.workers=0"]
-    stage = recipe.read("smoke").stages[0].name
+def test_script_runs(script, monkeypatch, tmp_path):
+    changes = ["stages.0.batch_size=2", "stages.0.gradient_accumulation_steps=1", "stages.0.num_workers=0"]
+    stage = recipe.load_recipe("smoke").stages[0].name
     monkeypatch.setattr(sys, "argv", ["step.py", "smoke", stage, *changes, "--out", str(tmp_path / "out.json")])
-    usual = recipe.Trainer
+    trainer_class = recipe_training.Trainer
     script.main()
-    assert recipe.Trainer is usual
+    assert recipe_training.Trainer is trainer_class
     found = json.loads((tmp_path / "out.json").read_text())["figures"]
-    assert set(found) == {"torch", "cudnn", "flex"} and len({way["loss"] for way in found.values()}) == 1
-    for way in found.values():
-        assert 0 < way["least"] <= way["median"] and 0 < way["least"] <= way["ms"] and way["fraction"] > 0
-        assert set(way["kernels"]) == {"attention", "products", "others"}
+    assert set(found) == {"torch", "cudnn", "flex"} and len({row["loss"] for row in found.values()}) == 1
+    for row in found.values():
+        assert 0 < row["least"] <= row["median"] and 0 < row["least"] <= row["ms"] and row["fraction"] > 0
+        assert set(row["kernels"]) == {"attention", "products", "others"}

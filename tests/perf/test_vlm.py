@@ -1,4 +1,4 @@
-"""The script that times vision-language models, with tiny ones: what it measures is right, and it comes to its end."""
+"""perf/vlm.py with tiny models: both sides are equal, limits hold, and the script runs."""
 
 import importlib
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitrail.hub.decoders import spelt
-from vitrail.models.presets import VLMS
+from vitrail.hub.decoder_families import normalize_decoder_config
+from vitrail.models.presets import VLM_PRESETS
 
 PERF = Path(__file__).parents[2] / "perf"
 
@@ -23,69 +23,81 @@ def script(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
-def test_both_sides_are_one_model(script, family):
-    it = script.pair(family, getattr(script, family)(True), script.TINY)
-    assert script.difference(it)["ours"] < 1e-5
-    assert {p.data_ptr() for p in it.ours.parameters()} & {p.data_ptr() for p in it.theirs.parameters()}
+def test_both_sides_share_weights(script, family):
+    pair = script.build_pair(family, script.CONFIGS[family](True), script.TINY_SIZE)
+    assert script.compare_logits(pair)["ours"] < 1e-5
+    assert {p.data_ptr() for p in pair.ours.parameters()} & {p.data_ptr() for p in pair.reference.parameters()}
     with torch.no_grad():
-        it.ours.connector.layers.linears[0].weight.mul_(-1.5)
-        changed = script.difference(it)["ours"]  # on both sides, since it is one tensor
-        it.ours.decoder.blocks[0].branches["mlp"].op.gate_up.weight.mul_(-1.5)  # which is a copy: fused from two
-    assert changed < 1e-5 < script.difference(it)["ours"]
+        pair.ours.connector.layers.linears[0].weight.mul_(-1.5)
+        changed = script.compare_logits(pair)["ours"]  # both sides use this tensor
+        pair.ours.decoder.blocks[0].branches["mlp"].op.gate_up.weight.mul_(-1.5)  # a copy, fused from two tensors
+    assert changed < 1e-5 < script.compare_logits(pair)["ours"]
 
 
 @pytest.mark.parametrize(("family", "preset"), [("qwen3_vl", "qwen3-vl-2b"), ("llava", "llava-1.5-7b")])
-def test_the_sizes_are_the_published_ones(script, family, preset):
-    read = script.FAMILIES[family].read(getattr(script, family)(False).to_dict())
-    published = VLMS[preset]
-    assert spelt(read.decoder).block == spelt(published.decoder).block
-    assert (read.decoder.layers, read.decoder.tied) == (published.decoder.layers, published.decoder.tied)
-    assert read.tower.block == published.tower.block and read.tower.layers == published.tower.layers
+def test_sizes_are_published(script, family, preset):
+    config = script.FAMILIES[family].from_hf_config(script.CONFIGS[family](False).to_dict())
+    published = VLM_PRESETS[preset]
+    assert normalize_decoder_config(config.decoder).block == normalize_decoder_config(published.decoder).block
+    assert (config.decoder.layers, config.decoder.tie_word_embeddings) == (
+        published.decoder.layers,
+        published.decoder.tie_word_embeddings,
+    )
+    assert config.tower.block == published.tower.block and config.tower.layers == published.tower.layers
 
 
-def test_a_wrong_model_is_not_timed(script, monkeypatch):
-    monkeypatch.setattr(script, "difference", lambda it: {"ours": float("nan"), "transformers": 0.0})
-    found = script.row("llava", script.llava(True), script.TINY, 1e9, {})
-    assert "ours" not in found and "differ" in found["wrong"]
+def test_model_with_wrong_logits_is_not_timed(script, monkeypatch):
+    monkeypatch.setattr(script, "compare_logits", lambda pair: {"ours": float("nan"), "transformers": 0.0})
+    found = script.measure_model("llava", script.make_llava_config(True), script.TINY_SIZE, 1e9, {})
+    assert "ours" not in found and "differ" in found["error"]
 
 
-def test_what_was_measured_is_saved_as_it_comes(script, monkeypatch):
+def test_figures_are_saved_after_each_measurement(script, monkeypatch):
     timed = {"captured": {"first_ms": 2.0, "decode_ms": 1.0}}
-    monkeypatch.setattr(script, "difference", lambda it: {"ours": 0.0, "transformers": 0.0})
-    monkeypatch.setattr(script, "ours", lambda it, new: timed)
-    ways, saved = {"first": {}, "second": {}, "third": {}}, []
+    monkeypatch.setattr(script, "compare_logits", lambda pair: {"ours": 0.0, "transformers": 0.0})
+    monkeypatch.setattr(script, "measure_ours", lambda pair, num_tokens: timed)
+    variants, saved = {"first": {}, "second": {}, "third": {}}, []
     answers = iter([{"first_ms": 8.0, "decode_ms": 3.0}, {"forward_ms": 6.0}])
-    monkeypatch.setattr(script, "_way", lambda it, new: next(answers))  # of the third there is none: it fails
-    found = script.row("llava", script.llava(True), script.TINY, 1e9, ways, lambda now: saved.append(json.dumps(now)))
+    monkeypatch.setattr(script, "measure_variant", lambda pair, num_tokens: next(answers))  # the third fails
+    found = script.measure_model(
+        "llava",
+        script.make_llava_config(True),
+        script.TINY_SIZE,
+        1e9,
+        variants,
+        lambda now: saved.append(json.dumps(now)),
+    )
     saved = [json.loads(one) for one in saved]
-    assert [list(one["transformers"]) for one in saved] == [[], ["first"], ["first", "second"], list(ways)]
+    assert [list(one["transformers"]) for one in saved] == [[], ["first"], ["first", "second"], list(variants)]
     assert [one["first"].get("speedup") for one in saved] == [None, 4.0, 3.0, 3.0] and saved[-1] == found
     assert found["decode"]["speedup"] == 3.0 and "StopIteration" in found["transformers"]["third"]
 
 
-def test_no_way_is_begun_when_time_is_up(script):
-    size = script.TINY._replace(peers_s=0.0)
-    assert list(script.theirs(None, size, {"sdpa": {}})) == [("sdpa", "no time was left")]
+def test_no_variant_starts_after_the_time_limit(script):
+    size = script.TINY_SIZE._replace(total_s=0.0)
+    assert list(script.measure_variants(None, size, {"sdpa": {}})) == [("sdpa", "no time was left")]
 
 
-def test_what_was_stopped_has_not_failed(script):
-    def compiles():
+def test_time_limit_replaces_other_errors(script):
+    timing = importlib.import_module("timing")
+
+    def compile_slowly():
         try:
             time.sleep(5)
-        except script.TooLongError as error:
+        except timing.TimeLimitError as error:
             raise RuntimeError("the compiler failed") from error
 
-    with pytest.raises(script.TooLongError, match="over"), script.limit(0.05):
-        compiles()
-    with pytest.raises(RuntimeError, match="by itself"), script.limit(5):
+    with pytest.raises(timing.TimeLimitError, match="over"), timing.limit_time(0.05):
+        compile_slowly()
+    with pytest.raises(RuntimeError, match="by itself"), timing.limit_time(5):
         raise RuntimeError("by itself")
 
 
 @pytest.mark.slow
-def test_the_whole_script(script, monkeypatch, tmp_path):
+def test_script_runs(script, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["vlm.py", "--tiny", "--out", str(tmp_path / "out.json")])
     script.main()
     figures = json.loads((tmp_path / "out.json").read_text())["figures"]
     for family in ("qwen3_vl", "llava"):
         assert figures[family]["first"]["speedup"] > 0 < figures[family]["decode"]["share_of_bandwidth"]
-    assert set(figures["qwen3_vl"]["transformers"]) == set(script.WAYS)
+    assert set(figures["qwen3_vl"]["transformers"]) == set(script.VARIANTS)

@@ -1,13 +1,13 @@
-"""Shapes drawn here, for tasks that learn from scenes, and words for what is said of them."""
+"""Fixtures: an atlas of simple shapes, and tokenizers for the texts about its scenes."""
 
 import pytest
 
 from data.scenes.conftest import drawn
 from tasks.small_vlms import scenes_of, small
-from tasks.test_contrast import named
-from vitrail.data.scenes.sprites import Atlas
-from vitrail.data.talks import talks
-from vitrail.processing.text import Tokenizer
+from tasks.test_contrastive_task import make_named_source
+from vitrail.data.qa import build_qa_dataset
+from vitrail.data.scenes.atlas import Atlas
+from vitrail.processing.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -17,11 +17,11 @@ def atlas() -> Atlas:
 
 @pytest.fixture(scope="session")
 def both(atlas) -> dict[str | None, Tokenizer]:
-    """One that begins every text with a bos, and one that does not."""
-    sources = scenes_of(small("mini-vlm-llava"), atlas), named()
-    texts = [text for source in sources for text in talks(source, 1).pieces.texts[1:]]
+    """A tokenizer that prepends bos to every text, and one that does not."""
+    sources = scenes_of(small("mini-vlm-llava"), atlas), make_named_source()
+    texts = [text for source in sources for text in build_qa_dataset(source, 1).pieces.texts[1:]]
     specials = ("<|endoftext|>", "<image>")
-    return {bos: Tokenizer.train(texts, 420, specials=specials, bos=bos) for bos in (None, "<s>")}
+    return {bos: Tokenizer.train(texts, 420, special_tokens=specials, bos=bos) for bos in (None, "<s>")}
 
 
 @pytest.fixture(scope="session")

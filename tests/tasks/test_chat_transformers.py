@@ -1,4 +1,4 @@
-"""The loss of a conversation is what transformers' LLaVA has for the same words and labels."""
+"""Loss and gradients of a conversation equal those of transformers' LLaVA."""
 
 import json
 
@@ -11,9 +11,9 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from helpers import randomize
 from vitrail.data.conversations import ConversationsConfig, ConversationSource
 from vitrail.hub import from_hf
-from vitrail.processing.text import Tokenizer
-from vitrail.talker.speech import speech_of
-from vitrail.tasks.chat import ChatSettings, ChatTask
+from vitrail.pipelines.chat_settings import build_training_chat_format
+from vitrail.processing.tokenizer import Tokenizer
+from vitrail.tasks.chat_task import ChatSettings, ChatTask
 
 IMAGE = "<image>"
 TALKS = [
@@ -31,36 +31,38 @@ def source(tmp_path):
         {
             "id": number,
             "image": [f"{name}.png" for name in shown],
-            "conversations": [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(said)],
+            "conversations": [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(output)],
         }
-        for number, (shown, said) in enumerate(TALKS)
+        for number, (shown, output) in enumerate(TALKS)
     ]
     (tmp_path / "talks.json").write_text(json.dumps(rows))
-    return ConversationSource(ConversationsConfig(data=str(tmp_path / "talks.json")))
+    return ConversationSource(ConversationsConfig(path=str(tmp_path / "talks.json")))
 
 
-def test_as_transformers_learns(source, tmp_path):
-    """A random LLaVA of theirs, -100 on all that the user says."""
-    said = [text.replace(IMAGE, "") for _, turns in TALKS for text in turns]
-    words = Tokenizer.train(said * 3, 320, specials=[IMAGE], bos="<s>", eos="</s>")
+def test_gradients_match_transformers(source, tmp_path):
+    """A random LLaVA of transformers, with label -100 for all user tokens."""
+    output = [text.replace(IMAGE, "") for _, turns in TALKS for text in turns]
+    words = Tokenizer.train(output * 3, 320, special_tokens=[IMAGE], bos="<s>", eos="</s>")
     size = {"intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(hidden_size=24, image_size=28, patch_size=7, **size),
-        text_config=LlamaConfig(hidden_size=32, vocab_size=words.size, **size),
-        image_token_index=words.id(IMAGE),
+        text_config=LlamaConfig(hidden_size=32, vocab_size=words.vocab_size, **size),
+        image_token_index=words.token_to_id(IMAGE),
     )
     theirs = randomize(LlavaForConditionalGeneration(config).eval(), spread=0.1)
     theirs.save_pretrained(tmp_path)
     ours = from_hf(tmp_path).eval()
-    task = ChatTask(ours, {"talks": source}, words, ChatSettings(length=400), speech_of(ours, words))
-    assert task.speech.template.name == "the vicuna template"
+    task = ChatTask(
+        ours, {"talks": source}, words, ChatSettings(max_length=400), build_training_chat_format(ours, words)
+    )
+    assert task.chat_format.template.name == "the vicuna template"
     for item in range(3):
-        stream, shown, *_ = task.said(source[item])
+        stream, shown, *_ = task.encode_conversation(source[item])
         pixels = {} if shown is None else {"pixel_values": shown.pixels}
-        labels = stream.ids.where(stream.loss, -100)
+        labels = stream.ids.where(stream.loss_mask, -100)
         expected = theirs(input_ids=stream.ids[None], labels=labels[None], **pixels).loss
         batch = task.collate([source[item]])
-        found = task(batch)["answers"] / task.counts(batch)["answers"]
+        found = task(batch)["answers"] / task.count_loss_terms(batch)["answers"]
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
         (grad,) = torch.autograd.grad(found, ours.decoder.embed.weight)
         (reference,) = torch.autograd.grad(expected, theirs.get_input_embeddings().weight)

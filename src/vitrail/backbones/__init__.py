@@ -1,1 +1,5 @@
-"""What reads and continues a stream."""
+"""Language model backbones and the fusion of images with them."""
+
+from vitrail.lazy_imports import lazy_imports
+
+__getattr__, __dir__, __all__ = lazy_imports(__name__, __file__)

@@ -1,6 +1,7 @@
-"""DeepStack: a picture's features of several depths are added at its tokens, after the first layers (Qwen3-VL).
+"""DeepStack fusion: image features of several tower layers are added at the image tokens after the first decoder layers
+(Qwen3-VL).
 
-B batch, L tokens, N picture tokens of a batch, K depths, W width
+Shapes: B batch, L tokens, N image tokens of a batch, K feature layers, W width.
 """
 
 from collections.abc import Sequence
@@ -9,67 +10,67 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vitrail.backbones.point import FusionPoint, Sight, check_layers, flat_mask, refuse_other
+from vitrail.backbones.fusion_point import FusionPass, FusionPoint, check_fusion_layers, check_inputs_type, flatten_mask
 from vitrail.config import Config
 from vitrail.errors import StreamError
-from vitrail.nn import BlockConfig, KVCache, Work, cost
+from vitrail.nn import BlockConfig, KVCache, cost
 
 
 class DeepStackConfig(Config, tag="deepstack", tag_field="kind"):
-    """The k-th feature is added to what leaves layer `at[k]`."""
+    """Config of `DeepStack`. The k-th feature is added to the output of layer `layer_indices[k]`."""
 
-    at: tuple[int, ...] = (0, 1, 2)
+    layer_indices: tuple[int, ...] = (0, 1, 2)
 
-    def check(self, layers: int, text: BlockConfig) -> None:
-        check_layers("deepstack", self.at, layers)
+    def check_decoder(self, num_layers: int, text_block: BlockConfig) -> None:
+        check_fusion_layers("deepstack", self.layer_indices, num_layers)
 
 
-class Stacked(NamedTuple):
-    """mask (B, L), True at the pictures' tokens, and features (K, N, W) of those tokens in order, row after row; or, in
-    place of the mask, the tokens' places (N,) among all B·L, in any order, which need not be looked for"""
+class DeepStackInputs(NamedTuple):
+    """Image mask (B, L) and features (K, N, W) of the image tokens in order, row after row.
 
-    mask: Tensor
-    depths: Tensor | Sequence[Tensor]
+    In place of the mask, flat indices (N,) of the image tokens among all B·L can be given, in any order.
+    """
+
+    image_mask: Tensor
+    features: Tensor | Sequence[Tensor]
 
 
 class DeepStack(FusionPoint):
-    """Has no weights: what makes the features fit the decoder is a connector."""
+    """Fusion point without weights; a connector projects the features to the decoder's width."""
 
     def __init__(self, config: DeepStackConfig):
         super().__init__()
         self.config = config
 
-    def start(self, x: Tensor, pictures: Stacked | None, cache: KVCache | None) -> Sight:
-        if pictures is None:
-            return Sight()
-        refuse_other(pictures, Stacked)
-        mask = pictures.mask
-        rows = mask if mask.ndim == 1 else flat_mask(mask, x).nonzero()[:, 0]  # (N,)
-        given, wanted = [tuple(f.shape) for f in pictures.depths], (len(rows), x.shape[-1])
-        if given != [wanted] * len(self.config.at):
+    def start_pass(self, x: Tensor, inputs: DeepStackInputs | None, cache: KVCache | None) -> FusionPass:
+        if inputs is None:
+            return FusionPass()
+        check_inputs_type(inputs, DeepStackInputs)
+        mask = inputs.image_mask
+        flat_indices = mask if mask.ndim == 1 else flatten_mask(mask, x).nonzero()[:, 0]  # (N,)
+        given_shapes, expected_shape = [tuple(f.shape) for f in inputs.features], (len(flat_indices), x.shape[-1])
+        if given_shapes != [expected_shape] * len(self.config.layer_indices):
             raise StreamError(
-                f"features {given} do not fit {len(rows)} picture tokens at {len(self.config.at)} layers",
-                f"give {wanted} for each layer",
+                f"features {given_shapes} do not match {len(flat_indices)} image tokens, "
+                f"{len(self.config.layer_indices)} layers",
+                f"give features {expected_shape} for each layer",
             )
-        return _Added(rows, {i + 1: f.to(x.dtype) for i, f in zip(self.config.at, pictures.depths, strict=True)})
+        return _DeepStackPass(
+            flat_indices,
+            {i + 1: f.to(x.dtype) for i, f in zip(self.config.layer_indices, inputs.features, strict=True)},
+        )
 
 
 @dataclass
-class _Added(Sight):
-    rows: Tensor  # (N,) among the B·L tokens
-    features: dict[int, Tensor]  # (N, W) at a point
+class _DeepStackPass(FusionPass):
+    rows: Tensor  # (N,) flat indices among the B·L tokens
+    features: dict[int, Tensor]  # features (N, W) by point
 
-    def at(self, point: int, x: Tensor) -> Tensor:
+    def apply_at(self, point: int, x: Tensor) -> Tensor:
         if point not in self.features:
             return x
         return x.flatten(0, 1).index_add(0, self.rows, self.features[point]).view_as(x)
 
 
-@cost.flops.register
-def _(module: DeepStack, work: Work) -> int:
-    return 0
-
-
-@cost.bytes.register
-def _(module: DeepStack, work: Work) -> cost.Bytes:
-    return cost.Bytes()
+cost.count_flops.register(DeepStack, cost.sum_child_flops)  # no weights
+cost.count_bytes.register(DeepStack, cost.sum_child_bytes)

@@ -1,68 +1,79 @@
-"""Fusion points: the ways a picture reaches the layers of a decoder.
+"""Fusion of images with a decoder.
 
-    prefix     as tokens among the words; nothing is added (LLaVA, Qwen2-VL)
-    cross      gated blocks between the layers look at its features (Flamingo, Idefics, Llama-3.2-V)
-    expert     its tokens have weights of their own inside an attention that all share (CogVLM)
-    deepstack  its features of several depths are added at its tokens, after the first layers (Qwen3-VL)
+    prefix     as tokens of the stream; no extra weights (LLaVA, Qwen2-VL)
+    cross      gated cross-attention blocks between layers (Flamingo, Idefics, Llama-3.2-V)
+    expert     own weights for image tokens within shared attention (CogVLM)
+    deepstack  features of several tower layers added after the first decoder layers (Qwen3-VL)
+    image_lora low-rank updates of all layers for samples with images (Phi-4-multimodal)
 
-Without a picture a fused decoder is the plain one. What a fusion adds is the decoder's one part `fusion`, so that it is
-frozen, saved and counted by that name.
+Without an image, a decoder with fusion equals the plain decoder. All added weights are in the decoder's part `fusion`,
+so they are frozen, saved and counted by that name.
 """
 
 from torch import nn
 
-from vitrail.backbones.cross import Cross, CrossConfig, Looked, picture_plan
-from vitrail.backbones.deepstack import DeepStack, DeepStackConfig, Stacked
-from vitrail.backbones.expert import ExpertConfig, Marked, VisualExpert
-from vitrail.backbones.point import FusionPoint, Sight
+from vitrail.backbones.cross_attention_fusion import (
+    CrossAttentionFusion,
+    CrossAttentionFusionConfig,
+    CrossAttentionInputs,
+    make_image_plan,
+)
+from vitrail.backbones.deepstack import DeepStack, DeepStackConfig, DeepStackInputs
+from vitrail.backbones.fusion_point import FusionPass, FusionPoint
+from vitrail.backbones.image_lora import ImageLoRA, ImageLoRAConfig, ImageLoRAInputs
+from vitrail.backbones.visual_expert import VisualExpert, VisualExpertConfig, VisualExpertInputs
 from vitrail.config import Config
 from vitrail.nn import BlockConfig
 
 __all__ = [
-    "CrossConfig",
+    "CrossAttentionFusionConfig",
+    "CrossAttentionInputs",
     "DeepStackConfig",
-    "ExpertConfig",
-    "Fusion",
+    "DeepStackInputs",
+    "FusionConfig",
+    "FusionInputs",
+    "FusionPass",
     "FusionPoint",
-    "Looked",
-    "Marked",
-    "Pictures",
-    "PrefixConfig",
-    "Sight",
-    "Stacked",
-    "fusion_parameters",
+    "ImageLoRAConfig",
+    "ImageLoRAInputs",
+    "PrefixFusionConfig",
+    "VisualExpertConfig",
+    "VisualExpertInputs",
+    "get_fusion_parameters",
     "make_fusion",
-    "picture_plan",
+    "make_image_plan",
 ]
 
 
-class PrefixConfig(Config, tag="prefix", tag_field="kind"):
-    """Pictures are tokens like any other."""
+class PrefixFusionConfig(Config, tag="prefix", tag_field="kind"):
+    """Images are tokens of the stream."""
 
-    def check(self, layers: int, text: BlockConfig) -> None:
-        """Any decoder will do."""
-
-
-Fusion = PrefixConfig | CrossConfig | ExpertConfig | DeepStackConfig
-
-Pictures = Looked | Marked | Stacked
-"""What a decoder with cross, expert or deepstack fusion is given beside its tokens."""
+    def check_decoder(self, num_layers: int, text_block: BlockConfig) -> None:
+        """Accept any decoder."""
 
 
-def make_fusion(config: Fusion, text: BlockConfig, blocks: nn.ModuleList) -> FusionPoint | None:
-    """What is added to a decoder of these blocks; `text` is their config."""
+FusionConfig = PrefixFusionConfig | CrossAttentionFusionConfig | VisualExpertConfig | DeepStackConfig | ImageLoRAConfig
+
+FusionInputs = CrossAttentionInputs | VisualExpertInputs | DeepStackInputs | ImageLoRAInputs
+"""Inputs of a decoder with another fusion than prefix, in addition to its tokens."""
+
+
+def make_fusion(config: FusionConfig, text_block: BlockConfig, blocks: nn.ModuleList) -> FusionPoint | None:
+    """Build the fusion point of a decoder with these blocks, whose config is `text_block`."""
     match config:
-        case PrefixConfig():
+        case PrefixFusionConfig():
             return None
-        case CrossConfig():
-            return Cross(config, text)
-        case ExpertConfig():
+        case CrossAttentionFusionConfig():
+            return CrossAttentionFusion(config, text_block)
+        case VisualExpertConfig():
             return VisualExpert(config, blocks)
         case DeepStackConfig():
             return DeepStack(config)
+        case ImageLoRAConfig():
+            return ImageLoRA(config, blocks)
 
 
-def fusion_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What fusion added, by name, wherever in a model its decoder is."""
+def get_fusion_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters of fusion points in a model, by name."""
     points = [(name, module) for name, module in model.named_modules() if isinstance(module, FusionPoint)]
     return {f"{point}.{name}": p for point, module in points for name, p in module.named_parameters()}

@@ -1,6 +1,7 @@
-"""Pixels ⇄ codes: an encoder, a quantizer and a decoder by config.
+"""Image codec: an encoder, a quantizer and a decoder, built from a config.
 
-B batch, C channels, H, W pixels, h, w codes along a side, E width of the features, d width of a code, G groups of ids
+Shapes: B batch, C channels, H, W pixels, h, w codes along a side, E width of the features, d width of a code,
+G id groups.
 """
 
 import hashlib
@@ -10,259 +11,291 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.codecs.conv import ConvDecoder, ConvEncoder, ConvPairConfig
+from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig, ConvDecoder, ConvEncoder
 from vitrail.codecs.quantizers import (
     GroupedVQ,
-    Quantized,
     Quantizer,
     QuantizerConfig,
+    QuantizerOutput,
     ResidualVQ,
     SimVQ,
     make_quantizer,
 )
-from vitrail.codecs.vit import ViTDecoder, ViTPairConfig
+from vitrail.codecs.vit_autoencoder import ViTAutoencoderConfig, ViTDecoder
 from vitrail.config import Config
 from vitrail.encoders.vit import ViT
 from vitrail.errors import ConfigError, ImageError
-from vitrail.nn import Work, cost
+from vitrail.nn import Workload, cost
+from vitrail.registry import MODELS
 
-Bridge = Literal["none", "linear", "mlp"]
-HALF = (0.5, 0.5, 0.5)
+BridgeKind = Literal["none", "linear", "mlp"]
+HALF_RANGE = (0.5, 0.5, 0.5)
 
 
 class CodecConfig(Config):
-    """`net` says what the encoder and the decoder are, `quantizer` what lies between.
+    """Config of a `Codec`. `net` configures the encoder and the decoder, `quantizer` the quantizer between them.
 
-    into       from the features to what the quantizer reads: nothing, a product, or two with GELU between (QLIP)
-    out_of     from a code to what the decoder reads: nothing, a product, or one with GELU behind, since the decoder
-               begins with another
-    mean, std  of the pixels in 0 … 1 that the networks read; those of −1 … 1 unless given
-    scale      what diffusion models multiply codes by, once `shift` is taken off; encoding and decoding do neither
+    pre_quant       projection from features to quantizer input: none, linear, or linear–GELU–linear (QLIP)
+    post_quant      projection from codes to decoder input: none, linear, or linear–GELU; the decoder starts with a
+                    linear
+    mean, std       normalization of pixels in 0 … 1 before the encoder; by default to −1 … 1
+    scaling_factor  factor that diffusion models apply to codes after subtracting `shift_factor`; the codec applies
+                    neither
     """
 
-    net: ConvPairConfig | ViTPairConfig
+    net: ConvAutoencoderConfig | ViTAutoencoderConfig
     quantizer: QuantizerConfig
-    into: Bridge = "linear"
-    out_of: Bridge = "linear"
-    mean: tuple[float, ...] = HALF
-    std: tuple[float, ...] = HALF
-    scale: float = 1.0
-    shift: float = 0.0
+    pre_quant: BridgeKind = "linear"
+    post_quant: BridgeKind = "linear"
+    mean: tuple[float, ...] = HALF_RANGE
+    std: tuple[float, ...] = HALF_RANGE
+    scaling_factor: float = 1.0
+    shift_factor: float = 0.0
 
     @property
-    def halved(self) -> bool:
-        """Whether the networks read −1 … 1 as it comes."""
+    def has_default_normalization(self) -> bool:
+        """Whether the networks take pixels in −1 … 1 without another normalization."""
         return set(self.mean) == set(self.std) == {0.5}
 
     def __post_init__(self) -> None:
-        if not len(self.mean) == len(self.std) == self.net.channels and not self.halved:
+        if not len(self.mean) == len(self.std) == self.net.channels and not self.has_default_normalization:
             raise ConfigError(
-                f"{self.net.channels} channels need as many means and deviations: {self.mean}, {self.std}"
+                f"mean {self.mean} and std {self.std} do not match {self.net.channels} channels",
+                "give one mean and one std for each channel",
             )
         if not all(deviation > 0 for deviation in self.std):
-            raise ConfigError(f"deviations {self.std} are divided by", "give numbers above 0")
+            raise ConfigError(f"std {self.std} is not positive", "give values above 0")
 
 
-class Codec(nn.Module):
-    """Pictures of any size that `factor` divides; pixels are floats in −1 … 1, as `codec.pixels` makes them of bytes"""
+class CodecModule(nn.Module):
+    """Base class of codecs of images (`Codec`) and of videos (`VideoCodec`)."""
+
+    quantizer: Quantizer
+
+    @property
+    def downsample_factor(self) -> int:
+        """Pixels along a side of one code."""
+        raise NotImplementedError
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code; 0 if codes are continuous."""
+        return self.quantizer.bits
+
+    @property
+    def vocab_sizes(self) -> tuple[int, ...]:
+        """Number of values of each id of a code; empty if codes are continuous."""
+        return self.quantizer.vocab_sizes
+
+    @property
+    def bits_per_pixel(self) -> float:
+        return self.bits / self.downsample_factor**2
+
+    def encode(self, pixels: Tensor, /) -> QuantizerOutput:
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, /) -> Tensor:
+        raise NotImplementedError
+
+    def reconstruct(self, pixels: Tensor) -> Tensor:
+        """Encode and decode pixels, clamped to −1 … 1."""
+        return self.decode(self.encode(pixels).codes).clamp(-1, 1)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, QuantizerOutput]:
+        """Return the reconstruction, not clamped, and the quantizer output that the training losses need."""
+        quantized = self.encode(pixels)
+        return self.decode(quantized.codes), quantized
+
+    @staticmethod
+    def to_uint8(pixels: Tensor) -> Tensor:
+        """Convert pixels in −1 … 1 to uint8; values outside are clamped."""
+        return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+@MODELS.register("codec")
+class Codec(CodecModule):
+    """Image codec. Pixels are floats in −1 … 1 (see `uint8_to_pixels`); `downsample_factor` must divide both sides of
+    an image.
+    """
+
+    Config = CodecConfig
 
     def __init__(self, config: CodecConfig):
         super().__init__()
         self.config, net = config, config.net
-        self.quantizer: Quantizer = make_quantizer(config.quantizer)
-        reads, gives = self.quantizer.dim, self.quantizer.width
-        if isinstance(net, ConvPairConfig):
-            # A bottleneck that reads a mean and a variance has as many channels of each.
-            E = net.latent * reads // gives
+        self.quantizer = make_quantizer(config.quantizer)
+        code_dim, code_width = self.quantizer.dim, self.quantizer.width
+        if isinstance(net, ConvAutoencoderConfig):
+            # The KL quantizer takes a mean and a variance for each channel.
+            E = net.latent_channels * code_dim // code_width
             self.encoder: nn.Module = ConvEncoder(net, E)
-            self.decoder: nn.Module = ConvDecoder(net, gives)
+            self.decoder: nn.Module = ConvDecoder(net, code_width)
         else:
             E = net.encoder.block.width
             self.encoder, self.decoder = ViT(net.encoder), ViTDecoder(net)
-        self.wide = E  # of the features
-        for bridge, (left, right) in {"into": (E, reads), "out_of": (gives, net.reads)}.items():
-            if getattr(config, bridge) == "none" and left != right:
+        self.feature_width = E
+        for key, (left, right) in {
+            "pre_quant": (E, code_dim),
+            "post_quant": (code_width, net.decoder_channels),
+        }.items():
+            if getattr(config, key) == "none" and left != right:
                 raise ConfigError(
-                    f"{bridge} is 'none', and {left} channels do not fit {right}",
-                    f"make {bridge} 'linear', or them equal",
+                    f"{key} is 'none', but {left} channels do not match {right}",
+                    f"set {key} to 'linear', or use equal widths",
                 )
-        self.into = make_bridge(config.into, E, E, reads)
-        self.out_of = make_bridge(config.out_of, gives, net.reads, None)
+        self.pre_quant_proj = make_bridge(config.pre_quant, E, E, code_dim)
+        self.post_quant_proj = make_bridge(config.post_quant, code_width, net.decoder_channels, None)
 
-    # ---- what it is ---------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     @property
-    def factor(self) -> int:
+    def downsample_factor(self) -> int:
         """Pixels along a side of one code."""
-        return self.config.net.factor
+        return self.config.net.downsample_factor
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the pictures it was made for."""
-        return self.config.net.size
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images that the codec is trained for."""
+        return self.config.net.image_size
 
     @property
-    def bits(self) -> int:
-        """Of one code; 0 where codes are continuous."""
-        return self.quantizer.bits
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many values each id of a code can have; none where codes are continuous."""
-        return self.quantizer.sizes
-
-    @property
-    def grouped(self) -> bool:
-        """Whether ids have an axis of groups."""
+    def has_id_groups(self) -> bool:
+        """Whether ids have a group axis."""
         return isinstance(self.quantizer, GroupedVQ | ResidualVQ)
 
     @property
-    def bits_per_pixel(self) -> float:
-        return self.bits / self.factor**2
-
-    @property
     def tower(self) -> ViT | None:
-        """The encoder, where it is a tower that can be probed like any other: one that reads −1 … 1 as it comes."""
-        return self.encoder if isinstance(self.encoder, ViT) and self.config.halved else None
+        """The encoder as a vision tower, if it is a ViT that takes pixels in −1 … 1; else None."""
+        return self.encoder if isinstance(self.encoder, ViT) and self.config.has_default_normalization else None
 
     @property
     def device(self) -> torch.device:
         return next(self.encoder.parameters()).device
 
-    # ---- there and back -----------------------------------------------------------------------------------------
+    # ---- encoding and decoding ----------------------------------------------------------------------------------
 
-    def encode(self, pixels: Tensor) -> Quantized:
-        """pixels (B, C, H, W) → codes (B, h, w, d), ids (B, h, w) or (B, h, w, G)"""
-        return self.quantize(self.features(pixels))
+    def encode(self, pixels: Tensor) -> QuantizerOutput:
+        """Encode pixels (B, C, H, W) to codes (B, h, w, d) and ids (B, h, w) or (B, h, w, G)."""
+        return self.quantize(self.forward_features(pixels))
 
-    def features(self, pixels: Tensor) -> Tensor:
-        """pixels (B, C, H, W) → what the encoder makes of them (B, h, w, E)"""
-        C, factor = self.config.net.channels, self.factor
+    def forward_features(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, C, H, W) to encoder features (B, h, w, E)."""
+        C, factor = self.config.net.channels, self.downsample_factor
         if pixels.ndim != 4 or pixels.shape[1] != C:
-            raise ImageError(f"pixels of shape {tuple(pixels.shape)}", f"a codec reads (B, {C}, H, W)")
+            raise ImageError(f"pixels have shape {tuple(pixels.shape)}", f"give pixels of shape (B, {C}, H, W)")
         H, W = pixels.shape[2:]
         if H % factor or W % factor or not H or not W:
             near = " × ".join(str(max(1, round(side / factor)) * factor) for side in (H, W))
             raise ImageError(
-                f"a picture of {H} × {W} does not divide into codes of {factor} × {factor} pixels",
+                f"an image of {H} × {W} pixels does not divide into codes of {factor} × {factor} pixels",
                 f"resize it to {near}, or crop or pad it to multiples of {factor}",
             )
-        x = self.encoder(self._seen(pixels))
+        x = self.encoder(self._normalize(pixels))
         return x.unflatten(1, (H // factor, W // factor)) if x.ndim == 3 else x
 
-    def quantize(self, features: Tensor) -> Quantized:
-        """features (…, E) → codes (…, d)"""
-        return self.quantizer(self.into(features))
+    def quantize(self, features: Tensor) -> QuantizerOutput:
+        """Quantize features (…, E) to codes (…, d)."""
+        return self.quantizer(self.pre_quant_proj(features))
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """ids (B, h, w) or (B, h, w, G) → codes (B, h, w, d)"""
+        """Look up the codes (B, h, w, d) of ids (B, h, w) or (B, h, w, G)."""
         return self.quantizer.lookup(ids).to(next(self.decoder.parameters()).dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """codes (B, h, w, d) → pixels (B, C, H, W), not clamped"""
+        """Decode codes (B, h, w, d) to pixels (B, C, H, W), not clamped."""
         if codes.ndim != 4 or codes.shape[-1] != self.quantizer.width:
-            raise ImageError(f"codes of shape {tuple(codes.shape)}", f"give (B, h, w, {self.quantizer.width})")
-        read = self.out_of(codes)
+            raise ImageError(
+                f"codes have shape {tuple(codes.shape)}", f"give codes of shape (B, h, w, {self.quantizer.width})"
+            )
+        read = self.post_quant_proj(codes)
         pixels = self.decoder(read, codes) if isinstance(self.decoder, ConvDecoder) else self.decoder(read)
-        if self.config.halved:
+        if self.config.has_default_normalization:
             return pixels
-        mean, std = self._norm(pixels)
+        mean, std = self._mean_and_std(pixels)
         return (pixels * std + mean) * 2 - 1
 
-    def reconstruct(self, pixels: Tensor) -> Tensor:
-        """pixels (B, C, H, W) → the same by way of their codes, within −1 … 1"""
-        return self.decode(self.encode(pixels).codes).clamp(-1, 1)
+    # ---- pixel conversion and cost ------------------------------------------------------------------------------
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Quantized]:
-        """The reconstruction, not clamped, and the codes it is made of: what training needs."""
-        quantized = self.encode(pixels)
-        return self.decode(quantized.codes), quantized
+    def to_pixels(self, images: Tensor) -> Tensor:
+        """Convert uint8 images (B, C, H, W) to pixels in −1 … 1 on the codec's device, in its dtype."""
+        own = next(self.encoder.parameters())  # a codebook may have another dtype
+        return (images.to(own.device).float() / 127.5 - 1).to(own.dtype)
 
-    # ---- bytes --------------------------------------------------------------------------------------------------
-
-    def pixels(self, bytes: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) → −1 … 1 where the codec lies, in its type"""
-        own = next(self.encoder.parameters())  # a codebook may keep a type of its own
-        return (bytes.to(own.device).float() / 127.5 - 1).to(own.dtype)
-
-    @staticmethod
-    def bytes(pixels: Tensor) -> Tensor:
-        """−1 … 1 → uint8, what lies outside clamped"""
-        return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-
-    def _seen(self, pixels: Tensor) -> Tensor:
-        if self.config.halved:
+    def _normalize(self, pixels: Tensor) -> Tensor:
+        if self.config.has_default_normalization:
             return pixels
-        mean, std = self._norm(pixels)
+        mean, std = self._mean_and_std(pixels)
         return ((pixels + 1) / 2 - mean) / std
 
-    def _norm(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _mean_and_std(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = (like.new_tensor(values).view(-1, 1, 1) for values in (self.config.mean, self.config.std))
         return mean, std
 
-    def work(self, batch: int = 1, height: int | None = None, width: int | None = None) -> Work:
-        """What `cost` needs to know of so many pictures, of the codec's own size unless told."""
-        H, W = (height or self.size[0]), (width or height or self.size[1])
-        return Work.full((H // self.factor) * (W // self.factor), batch)
+    def workload(self, batch_size: int = 1, height: int | None = None, width: int | None = None) -> Workload:
+        """Return the workload of encoding and decoding a batch of images, by default of the codec's own size."""
+        H, W = (height or self.image_size[0]), (width or height or self.image_size[1])
+        return Workload.full_attention((H // self.downsample_factor) * (W // self.downsample_factor), batch_size)
 
 
-def make_bridge(kind: Bridge, left: int, right: int, then: int | None) -> nn.Module:
-    """left → right, and with GELU between on to `then`, if there is one."""
+def make_bridge(kind: BridgeKind, in_features: int, out_features: int, final_features: int | None) -> nn.Module:
+    """Build a projection from in_features to out_features, and with GELU between to `final_features` if it is given."""
     match kind:
         case "none":
             return nn.Identity()
         case "linear":
-            return nn.Linear(left, right if then is None else then)
+            return nn.Linear(in_features, out_features if final_features is None else final_features)
         case "mlp":
-            first = [nn.Linear(left, right), nn.GELU()]
-            return nn.Sequential(*first, *([] if then is None else [nn.Linear(right, then)]))
+            first = [nn.Linear(in_features, out_features), nn.GELU()]
+            return nn.Sequential(*first, *([] if final_features is None else [nn.Linear(out_features, final_features)]))
 
 
-def identity(codec: Codec) -> str:
-    """A hash of all that ids depend on: the config and every weight. Another codec has another."""
-    made = hashlib.sha256(json.dumps(codec.config.plain(), sort_keys=True).encode())
+def compute_codec_identity(codec: Codec) -> str:
+    """Hash everything that ids depend on: the config and all weights."""
+    digest = hashlib.sha256(json.dumps(codec.config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(codec.state_dict().items()):
-        own = tensor.detach().cpu().contiguous()
-        made.update(f"{name} {own.dtype} {tuple(own.shape)}".encode())
-        made.update(own.flatten().view(torch.uint8).numpy().data)
-    return made.hexdigest()
+        weights = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {weights.dtype} {tuple(weights.shape)}".encode())
+        digest.update(weights.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 # ---- costs ------------------------------------------------------------------------------------------------------
 
 
-@cost.flops.register
-def _(module: Codec, work: Work) -> int:
-    """Of `codec(pixels)`: encoding and decoding once."""
+@cost.count_flops.register
+def _(module: Codec, work: Workload) -> int:
+    """Count the FLOPs of `codec(pixels)`: one encoding and one decoding."""
     net = module.config.net
-    seen = work
-    if isinstance(net, ViTPairConfig):  # its CLS and registers go through too
-        seen = Work.full(net.encoder.prefix + work.tokens // work.rows, work.rows)
-    between = (module.into, module.quantizer, module.out_of)
-    total = cost.flops(module.encoder, seen) + cost.flops(module.decoder, work)
-    return total + sum(cost.flops(part, work) for part in between)
+    encoder_work = work
+    if isinstance(net, ViTAutoencoderConfig):  # CLS and register tokens pass through the encoder too
+        encoder_work = Workload.full_attention(
+            net.encoder.num_prefix_tokens + work.tokens // work.sequences, work.sequences
+        )
+    between = (module.pre_quant_proj, module.quantizer, module.post_quant_proj)
+    total = cost.count_flops(module.encoder, encoder_work) + cost.count_flops(module.decoder, work)
+    return total + sum(cost.count_flops(part, work) for part in between)
 
 
-def _tables(module: nn.Module) -> list[tuple[nn.Module, Tensor]]:
-    """The codebooks of a quantizer and of its parts, whether a gradient moves them or not."""
-    found = [(part, getattr(part, "codebook", None)) for part in module.modules()]
-    return [(part, table) for part, table in found if isinstance(table, Tensor)]
+def _find_codebooks(module: nn.Module) -> list[tuple[nn.Module, Tensor]]:
+    """Find the codebooks of a quantizer and of its sub-quantizers, trainable or not."""
+    candidates = [(part, getattr(part, "codebook", None)) for part in module.modules()]
+    return [(part, table) for part, table in candidates if isinstance(table, Tensor)]
 
 
-@cost.flops.register
-def _(module: Quantizer, work: Work) -> int:
-    """Every vector against every code of each table; SimVQ makes its table anew each time."""
-    tables = _tables(module)
-    made = sum(2 * table.numel() * table.shape[1] for part, table in tables if isinstance(part, SimVQ))
-    return made + sum(2 * table.numel() * work.tokens for _, table in tables)
+@cost.count_flops.register
+def _(module: Quantizer, work: Workload) -> int:
+    """Count comparisons of every vector with every code; SimVQ also computes its codebook each time."""
+    tables = _find_codebooks(module)
+    table_flops = sum(2 * table.numel() * table.shape[1] for part, table in tables if isinstance(part, SimVQ))
+    return table_flops + sum(2 * table.numel() * work.tokens for _, table in tables)
 
 
-@cost.bytes.register
-def _(module: Quantizer, work: Work) -> cost.Bytes:
-    """Tables that no gradient moves are weights too."""
-    held = {id(own): own for own in (*module.parameters(), *(table for _, table in _tables(module)))}
-    size = sum(own.numel() * own.element_size() for own in held.values())
-    return cost.Bytes(weights=size, read=size)
+@cost.count_bytes.register
+def _(module: Quantizer, work: Workload) -> cost.MemoryBytes:
+    """Count codebooks as weights, trainable or not."""
+    tensors = {id(own): own for own in (*module.parameters(), *(table for _, table in _find_codebooks(module)))}
+    size = sum(own.numel() * own.element_size() for own in tensors.values())
+    return cost.MemoryBytes(weights=size, read=size)
 
 
-cost.bytes.register(Codec, cost.sum_bytes)
+cost.count_bytes.register(Codec, cost.sum_child_bytes)

@@ -1,50 +1,65 @@
-"""Features to soft tokens for a language model, one short file each, one interface.
+"""Connectors: vision features to visual tokens for a language model, with one interface and one file each.
 
-`make_connector(config)` builds the one whose config it is; in a recipe the `kind` of the table says which.
+`make_connector(config)` builds the connector of a config; in a recipe, `kind` selects it.
 """
 
-from vitrail.connectors.base import Connector, ConnectorConfig
-from vitrail.connectors.conv import ConvMerger, ConvMergerConfig
-from vitrail.connectors.fused import Fused, FusedConfig
-from vitrail.connectors.grids import Laid, into_blocks, out_of_blocks
+from typing import TYPE_CHECKING, TypeAlias
+
+from vitrail.config import make_registered_type
+from vitrail.connectors.attention_pool import AttentionPoolConnector, AttentionPoolConnectorConfig
+from vitrail.connectors.connector import Connector, ConnectorConfig
+from vitrail.connectors.conv_merger import ConvMerger, ConvMergerConfig
+from vitrail.connectors.feature_layout import FeatureLayout, group_blocks, ungroup_blocks
+from vitrail.connectors.fused_queries import FusedQueryConfig, FusedQueryConnector
+from vitrail.connectors.gated_merger import GatedMerger, GatedMergerConfig
+from vitrail.connectors.grid_resampler import GridResampler, GridResamplerConfig
 from vitrail.connectors.merger import Merger, MergerConfig
-from vitrail.connectors.pool import Pool, PoolConfig
+from vitrail.connectors.packed_pool import PackedPool, PackedPoolConfig
+from vitrail.connectors.pool_connector import PoolConnector, PoolConnectorConfig
 from vitrail.connectors.projector import Projector, ProjectorConfig
 from vitrail.connectors.qformer import QFormer, QFormerConfig
 from vitrail.connectors.resampler import Resampler, ResamplerConfig
+from vitrail.registry import CONNECTORS
 
-AnyConnectorConfig = (
-    ProjectorConfig | MergerConfig | QFormerConfig | ResamplerConfig | FusedConfig | PoolConfig | ConvMergerConfig
-)
+if TYPE_CHECKING:
+    AnyConnectorConfig: TypeAlias = ConnectorConfig
+else:
+    AnyConnectorConfig = make_registered_type(CONNECTORS, ConnectorConfig, lambda connector: connector.Config)
 
-CONNECTORS: tuple[type[Connector], ...] = (Projector, Merger, QFormer, Resampler, Fused, Pool, ConvMerger)
 
-
-def make_connector(config: AnyConnectorConfig) -> Connector:
-    return {kind.Config: kind for kind in CONNECTORS}[type(config)](config)
+def make_connector(config: ConnectorConfig) -> Connector:
+    """Build the connector of a config."""
+    return CONNECTORS[str(config.__struct_config__.tag)](config)
 
 
 __all__ = [
-    "CONNECTORS",
     "AnyConnectorConfig",
+    "AttentionPoolConnector",
+    "AttentionPoolConnectorConfig",
     "Connector",
     "ConnectorConfig",
     "ConvMerger",
     "ConvMergerConfig",
-    "Fused",
-    "FusedConfig",
-    "Laid",
+    "FeatureLayout",
+    "FusedQueryConfig",
+    "FusedQueryConnector",
+    "GatedMerger",
+    "GatedMergerConfig",
+    "GridResampler",
+    "GridResamplerConfig",
     "Merger",
     "MergerConfig",
-    "Pool",
-    "PoolConfig",
+    "PackedPool",
+    "PackedPoolConfig",
+    "PoolConnector",
+    "PoolConnectorConfig",
     "Projector",
     "ProjectorConfig",
     "QFormer",
     "QFormerConfig",
     "Resampler",
     "ResamplerConfig",
-    "into_blocks",
+    "group_blocks",
     "make_connector",
-    "out_of_blocks",
+    "ungroup_blocks",
 ]

@@ -1,13 +1,13 @@
-"""The Q-Former (BLIP-2): learned queries read a picture, and in the first stage of training a text beside it.
+"""Q-Former (BLIP-2): learned queries attend to an image and, in the first training stage, to its text.
 
-Blocks are BERT's, norms after each branch; in every second one the queries look at the picture. Text goes through the
-same self-attention and has MLPs of its own. The three tasks of the first stage are three plans of who sees whom:
+Blocks are BERT's, with a norm after each branch; in every second block the queries attend to the image. Text shares the
+self-attention and has its own MLPs. The three tasks of the first stage are three attention plans:
 
-    itc  contrast   queries see queries, words see words
-    itm  matching   all see all
-    itg  writing    queries see queries; a word sees the queries and the words before it
+    itc  contrastive  queries attend to queries, text to text
+    itm  matching     all attend to all
+    itg  generation   queries attend to queries; a text token to queries and earlier text tokens
 
-B batch, N features, D their width, Q queries, T words, V width inside, W width of the soft tokens
+Shapes: B batch, N features, D their width, Q queries, T text tokens, V hidden width, W width of the visual tokens.
 """
 
 from collections.abc import Sequence
@@ -16,165 +16,194 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.connectors.base import Connector, ConnectorConfig, positive
-from vitrail.connectors.grids import Laid
+from vitrail.config import LayerCount, PositiveInt
+from vitrail.connectors.connector import Connector, ConnectorConfig
+from vitrail.connectors.feature_layout import FeatureLayout
 from vitrail.errors import ConfigError
-from vitrail.nn import AttentionConfig, Block, BlockConfig, PlainConfig, Plan, Work, attention_plan, cost
-from vitrail.nn.block import Residual
-from vitrail.nn.learned import small
+from vitrail.nn import (
+    AttentionConfig,
+    AttentionPlan,
+    Block,
+    BlockConfig,
+    PlainMLPConfig,
+    Workload,
+    attention_plan,
+    cost,
+)
+from vitrail.nn.block import ResidualBranch
 from vitrail.nn.norms import make_norm
+from vitrail.nn.parameters import make_small_parameter
+from vitrail.registry import CONNECTORS
 
-Pass = Literal["itc", "itm", "itg"]
+QFormerPass = Literal["itc", "itm", "itg"]
 
 
 class QFormerConfig(ConnectorConfig, tag="qformer", tag_field="kind"):
-    """`every` how many blocks there is one that looks at the picture, from the first on. `text`: with MLPs for words,
-    which the first stage of training needs and the second does not."""
+    """Config of a `QFormer`.
 
-    queries: int = 32
-    layers: int = 12
-    every: int = 2
-    width: int = 768
+    cross_attention_frequency  every how many blocks there is cross-attention to the image, from the first block
+    use_text                   add MLPs for text, which the first training stage needs
+    """
+
+    num_queries: PositiveInt = 32
+    layers: LayerCount = 12
+    cross_attention_frequency: PositiveInt = 2
+    width: PositiveInt = 768
     heads: int = 12
-    hidden: int = 3072
-    text: bool = False
+    intermediate_size: PositiveInt = 3072
+    use_text: bool = False
     eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        positive(self, "reads", "gives", "queries", "layers", "every", "width", "hidden")
-        self.block(0)  # refuses a width that the heads do not divide
+        self.block_config(0)  # raises if the heads do not divide the width
 
-    def block(self, layer: int) -> BlockConfig:
+    def block_config(self, layer: int) -> BlockConfig:
         return BlockConfig(
             width=self.width,
             attention=AttentionConfig(heads=self.heads, bias="all"),
-            mlp=PlainConfig(hidden=self.hidden),
-            chain=("self", "mlp") if layer % self.every else ("self", "cross", "mlp"),
-            norm_at="after",
+            mlp=PlainMLPConfig(intermediate_size=self.intermediate_size),
+            branches=("self", "mlp") if layer % self.cross_attention_frequency else ("self", "cross", "mlp"),
+            norm_position="after",
             eps=self.eps,
-            context_width=self.reads,
+            context_width=self.in_features,
         )
 
-    def tokens(self, laid: Laid) -> int:
-        return self.queries
+    def count_tokens(self, layout: FeatureLayout) -> int:
+        return self.num_queries
 
 
-class Layer(nn.Module):
-    """One block, and the MLP that words go through instead of the block's."""
+class QFormerLayer(nn.Module):
+    """One block, and the MLP for text in place of the block's MLP."""
 
     def __init__(self, config: QFormerConfig, index: int):
         super().__init__()
-        self.block = Block(config.block(index))
-        self.words = Residual(config.block(index), "mlp") if config.text else None
+        self.block = Block(config.block_config(index))
+        self.text_mlp = ResidualBranch(config.block_config(index), "mlp") if config.use_text else None
 
-    def forward(self, x: Tensor, queries: int, plan: Plan, context: Tensor | None, context_plan: Plan | None) -> Tensor:
-        """x (B, Q + T, V), of which the first `queries` are queries"""
+    def forward(
+        self, x: Tensor, queries: int, plan: AttentionPlan, context: Tensor | None, context_plan: AttentionPlan | None
+    ) -> Tensor:
+        """Run the layer on x (B, Q + T, V), whose first `queries` tokens are queries."""
         branches = self.block.branches
         x = branches["self"](x, plan=plan)
-        asked, words = x[:, :queries], x[:, queries:]
+        query_states, text_states = x[:, :queries], x[:, queries:]
         if queries:
             if "cross" in branches:
-                asked = branches["cross"](asked, plan=context_plan or Plan(), context=context)
-            asked = branches["mlp"](asked)
-        if self.words is not None and words.shape[1]:
-            words = self.words(words)
-        return torch.cat([asked, words], dim=1)
+                query_states = branches["cross"](query_states, plan=context_plan or AttentionPlan(), context=context)
+            query_states = branches["mlp"](query_states)
+        if self.text_mlp is not None and text_states.shape[1]:
+            text_states = self.text_mlp(text_states)
+        return torch.cat([query_states, text_states], dim=1)
 
 
+@CONNECTORS.register("qformer")
 class QFormer(Connector[QFormerConfig]):
     Config = QFormerConfig
 
     def __init__(self, config: QFormerConfig):
         super().__init__(config)
-        self.queries = small(config.queries, config.width)
+        self.queries = make_small_parameter(config.num_queries, config.width)
         self.norm = make_norm("layer", config.width, config.eps)
-        self.layers = nn.ModuleList([Layer(config, i) for i in range(config.layers)])
-        self.project = nn.Linear(config.width, config.gives)
+        self.layers = nn.ModuleList([QFormerLayer(config, i) for i in range(config.layers)])
+        self.project = nn.Linear(config.width, config.out_features)
 
-    def forward(self, features: Tensor, laid: Laid | Sequence[Laid] | None = None) -> Tensor:
-        """(B, N, D) → (B, Q, W)"""
-        return self.project(self.look(features, laid))
+    def forward(self, features: Tensor, layout: FeatureLayout | Sequence[FeatureLayout] | None = None) -> Tensor:
+        """Map features (B, N, D) to visual tokens (B, Q, W)."""
+        return self.project(self.encode_queries(features, layout))
 
-    def look(self, features: Tensor, laid: Laid | Sequence[Laid] | None = None) -> Tensor:
-        """What the queries find in the picture: (B, N, D) → (B, Q, V)"""
-        return self._run(features, laid, None, Plan())
+    def encode_queries(self, features: Tensor, layout: FeatureLayout | Sequence[FeatureLayout] | None = None) -> Tensor:
+        """Return the query states (B, Q, V) of image features (B, N, D)."""
+        return self._forward_layers(features, layout, None, AttentionPlan())
 
-    def read(self, text: Tensor, real: Tensor | None = None) -> Tensor:
-        """Words alone, which see each other: embeddings (B, T, V), of which `real` (B, T) are → (B, T, V)"""
-        self._check(text)
-        plan = Plan() if real is None else attention_plan(real.bool().long() - 1)
+    def encode_text(self, text: Tensor, text_mask: Tensor | None = None) -> Tensor:
+        """Encode text embeddings (B, T, V) without an image to (B, T, V); `text_mask` (B, T) marks valid tokens."""
+        self._check_text(text)
+        plan = AttentionPlan() if text_mask is None else attention_plan(text_mask.bool().long() - 1)
         x = self.norm(text)
         for layer in self.layers:
             x = layer(x, 0, plan, None, None)
         return x
 
-    def both(
+    def encode_jointly(
         self,
         features: Tensor,
         text: Tensor,
-        task: Pass,
+        task: QFormerPass,
         *,
-        real: Tensor | None = None,
-        laid: Laid | Sequence[Laid] | None = None,
+        text_mask: Tensor | None = None,
+        layout: FeatureLayout | Sequence[FeatureLayout] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries (B, Q, V) and words (B, T, V) of one pass over the picture and the embeddings of a text (B, T, V).
+        """Encode image features and text embeddings (B, T, V) in one pass to query states (B, Q, V) and text states (B,
+        T, V).
 
-        `real` (B, T) says which words are no padding. For `itc` it is as if there had been two passes.
+        `text_mask` (B, T) marks valid tokens. For `itc` the result equals two separate passes.
         """
-        self._check(text)
-        if real is None:
-            real = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
-        Q = self.config.queries
-        x = self._run(features, laid, text, pass_plan(task, Q, real))
+        self._check_text(text)
+        if text_mask is None:
+            text_mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        Q = self.config.num_queries
+        x = self._forward_layers(features, layout, text, make_pass_plan(task, Q, text_mask))
         return x[:, :Q], x[:, Q:]
 
-    def _run(self, features: Tensor, laid: Laid | Sequence[Laid] | None, text: Tensor | None, plan: Plan) -> Tensor:
-        Q = self.config.queries
-        context_plan = self.looking(features, self.rows(features, laid), Q)
+    def _forward_layers(
+        self,
+        features: Tensor,
+        layouts: FeatureLayout | Sequence[FeatureLayout] | None,
+        text: Tensor | None,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        Q = self.config.num_queries
+        context_plan = self.make_query_plan(features, self.resolve_layouts(features, layouts), Q)
         x = self.queries.expand(len(features), -1, -1)
         x = self.norm(x if text is None else torch.cat([x, text.to(x.dtype)], dim=1))
         for layer in self.layers:
             x = layer(x, Q, plan, features, context_plan)
         return x
 
-    def _check(self, text: Tensor) -> None:
-        if not self.config.text:
-            raise ConfigError("this Q-Former reads no text", "set `text` in its config")
+    def _check_text(self, text: Tensor) -> None:
+        if not self.config.use_text:
+            raise ConfigError("this Q-Former has no MLPs for text", "set `use_text` in its config")
         if text.ndim != 3 or text.shape[-1] != self.config.width:
-            raise ConfigError(f"a text is embeddings (B, T, {self.config.width}), not {tuple(text.shape)}")
+            raise ConfigError(f"text embeddings have shape {tuple(text.shape)}", f"give (B, T, {self.config.width})")
 
-    def pass_flops(self, task: Pass, batch: int, features: int, words: int) -> int:
-        """Operations of `both`: so many pictures of so many features, beside texts of so many words."""
-        Q, T, total = self.config.queries, words, 0
+    def count_pass_flops(self, task: QFormerPass, batch_size: int, num_features: int, num_text_tokens: int) -> int:
+        """Count the FLOPs of `encode_jointly` for a batch of images with texts."""
+        Q, T, total = self.config.num_queries, num_text_tokens, 0
         pairs = {"itc": Q * Q + T * T, "itm": (Q + T) ** 2, "itg": Q * Q + T * Q + T * (T + 1) // 2}[task]
-        asked = Work(tokens=batch * Q, pairs=0).across(features, batch)
+        query_work = Workload(tokens=batch_size * Q, attention_pairs=0).with_context(num_features, batch_size)
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, QFormerLayer)
             for kind, branch in layer.block.branches.items():
-                together = Work(tokens=batch * (Q + T), pairs=batch * pairs)
-                total += cost.flops(branch, together if kind == "self" else asked)
-            total += 0 if layer.words is None else cost.flops(layer.words, Work(tokens=batch * T, pairs=0))
+                together = Workload(tokens=batch_size * (Q + T), attention_pairs=batch_size * pairs)
+                total += cost.count_flops(branch, together if kind == "self" else query_work)
+            total += (
+                0
+                if layer.text_mlp is None
+                else cost.count_flops(layer.text_mlp, Workload(tokens=batch_size * T, attention_pairs=0))
+            )
         return total
 
-    def spared(self) -> Sequence[nn.Module]:
-        return [layer.words for layer in self.layers if isinstance(layer, Layer) and layer.words is not None]
+    def list_unused_modules(self) -> Sequence[nn.Module]:
+        return [
+            layer.text_mlp for layer in self.layers if isinstance(layer, QFormerLayer) and layer.text_mlp is not None
+        ]
 
 
-def pass_plan(task: Pass, queries: int, real: Tensor) -> Plan:
-    """Who sees whom among queries and words, of which `real` (B, T) are no padding."""
-    real = real.bool()
-    asked = torch.zeros(len(real), queries, dtype=torch.long, device=real.device)
-    words = torch.full_like(real, int(task == "itc"), dtype=torch.long).masked_fill(~real, -1)
-    segments = torch.cat([asked, words], dim=1)  # (B, Q + T)
+def make_pass_plan(task: QFormerPass, num_queries: int, text_mask: Tensor) -> AttentionPlan:
+    """Make the attention plan of queries and text; `text_mask` (B, T) marks valid text tokens."""
+    text_mask = text_mask.bool()
+    query_segments = torch.zeros(len(text_mask), num_queries, dtype=torch.long, device=text_mask.device)
+    text_segments = torch.full_like(text_mask, int(task == "itc"), dtype=torch.long).masked_fill(~text_mask, -1)
+    segments = torch.cat([query_segments, text_segments], dim=1)  # (B, Q + T)
     if task != "itg":
         return attention_plan(segments)
-    # The past, which for a word holds all queries and for a query no word; queries see each other both ways.
-    spans = torch.cat([torch.ones_like(asked), torch.zeros_like(words)], dim=1)
+    # Causal order puts queries before the text; the span makes attention among queries bidirectional.
+    spans = torch.cat([torch.ones_like(query_segments), torch.zeros_like(text_segments)], dim=1)
     return attention_plan(segments, spans, causal=True)
 
 
-@cost.flops.register
-def _(module: QFormer, work: Work) -> int:
-    """Of `qformer(features)`: no text."""
-    blocks = sum(cost.flops(layer.block, work) for layer in module.layers if isinstance(layer, Layer))
-    return blocks + cost.flops(module.project, work)
+@cost.count_flops.register
+def _(module: QFormer, work: Workload) -> int:
+    """Count `qformer(features)`, without text."""
+    blocks = sum(cost.count_flops(layer.block, work) for layer in module.layers if isinstance(layer, QFormerLayer))
+    return blocks + cost.count_flops(module.project, work)

@@ -1,5 +1,5 @@
-"""Worlds to act in: what a model imagines, as an environment."""
+"""World models as environments, and policies that act in them."""
 
-from vitrail.control.world import Imagined, World
+from vitrail.control.imagined_world import ImaginedWorld, WorldRollout
 
-__all__ = ["Imagined", "World"]
+__all__ = ["ImaginedWorld", "WorldRollout"]

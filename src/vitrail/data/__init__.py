@@ -1,1 +1,5 @@
-"""Where samples come from, and in which order."""
+"""Datasets, sources of training samples, and the order in which samples are drawn."""
+
+from vitrail.lazy_imports import lazy_imports
+
+__getattr__, __dir__, __all__ = lazy_imports(__name__, __file__)

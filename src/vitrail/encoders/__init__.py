@@ -1,14 +1,37 @@
-"""Pixels and words to features."""
+"""Vision and text encoders."""
 
-from vitrail.encoders.conv import Conv, ConvConfig
-from vitrail.encoders.hybrid import Hybrid, HybridConfig
-from vitrail.encoders.packed import PackedViT, PackedViTConfig
+from vitrail.encoders.conv_tower import ConvTower, ConvTowerConfig
+from vitrail.encoders.hybrid_tower import HybridTower, HybridTowerConfig
+from vitrail.encoders.multi_tower import MultiTower, MultiTowerConfig, TowerConfig
+from vitrail.encoders.packed_vit import PackedViT, PackedViTConfig
+from vitrail.encoders.patch_tower import PatchTower, PatchTowerConfig
 from vitrail.encoders.sam import SAM, SAMConfig
-from vitrail.encoders.text import TextConfig, TextTower
-from vitrail.encoders.tiled import TiledViT, TiledViTConfig
-from vitrail.encoders.towers import TowerConfig, Towers, TowersConfig
+from vitrail.encoders.t5_encoder import T5Encoder, T5EncoderConfig
+from vitrail.encoders.text_tower import TextTower, TextTowerConfig
+from vitrail.encoders.tiled_vit import TiledViT, TiledViTConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 
-__all__ = ["SAM", "Conv", "ConvConfig", "Hybrid", "HybridConfig", "PackedViT", "PackedViTConfig", "SAMConfig"]
-__all__ += ["TextConfig", "TextTower", "TiledViT", "TiledViTConfig", "TowerConfig", "Towers", "TowersConfig"]
+__all__ = [
+    "SAM",
+    "ConvTower",
+    "ConvTowerConfig",
+    "HybridTower",
+    "HybridTowerConfig",
+    "PackedViT",
+    "PackedViTConfig",
+    "PatchTower",
+    "PatchTowerConfig",
+    "SAMConfig",
+]
+__all__ += [
+    "MultiTower",
+    "MultiTowerConfig",
+    "T5Encoder",
+    "T5EncoderConfig",
+    "TextTower",
+    "TextTowerConfig",
+    "TiledViT",
+    "TiledViTConfig",
+    "TowerConfig",
+]
 __all__ += ["ViT", "ViTConfig"]

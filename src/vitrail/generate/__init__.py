@@ -1,6 +1,6 @@
-"""Sampling: text from a decoder, token by token."""
+"""Generation: sampling, text and image generation, world rollouts and CUDA graph capture."""
 
-from vitrail.generate.sampling import GREEDY, Sampling
-from vitrail.generate.text import Piece, Written, generate, stream
+from vitrail.generate.sampling import GREEDY, SamplingConfig
+from vitrail.generate.text_generation import GeneratedText, GeneratedToken, generate_texts, stream_tokens
 
-__all__ = ["GREEDY", "Piece", "Sampling", "Written", "generate", "stream"]
+__all__ = ["GREEDY", "GeneratedText", "GeneratedToken", "SamplingConfig", "generate_texts", "stream_tokens"]

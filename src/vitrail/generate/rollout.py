@@ -1,9 +1,9 @@
-"""Worlds that go on: frame after frame of a Genie, each drawn in a few passes, with what was seen kept in a cache.
+"""World rollouts with a Genie model: generate frame after frame in a few passes each, with cached history.
 
-What has been drawn is what the next frame is made of: its codes go into the caches of the dynamics and of the codec's
-decoder before the next is begun. Chance is one stream a row, so that a row's world depends on its own seed alone.
+The codes of a generated frame enter the caches of the dynamics model and of the codec's decoder before the next frame
+starts. Each row has its own random stream, so a row's world depends only on its own seed.
 
-B rows, T frames, C channels, H, W pixels, h × w codes of a frame, N = h·w, K codes there are
+Shapes: B rows, T frames, C channels, H × W pixels, h × w codes per frame, N = h·w, K codebook entries.
 """
 
 from collections.abc import Callable
@@ -13,181 +13,200 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import Config
+from vitrail.config import Config, PositiveInt
 from vitrail.errors import ConfigError, DataError
-from vitrail.generate.masked import gumbel, hide_least, settles, still_hidden
-from vitrail.generate.sampling import Dice, Sampling, choose, shape
-from vitrail.models.genie import Genie
-from vitrail.nn import FrameCache, FrameRing, Frames, SpaceTime
+from vitrail.generate.masked_decoding import count_hidden, find_active_passes, gumbel_noise, hide_least_confident
+from vitrail.generate.sampling import RowRandom, SamplingConfig, process_logits, sample_tokens
+from vitrail.models.genie_model import Genie
+from vitrail.nn import AnyFrameCache, FrameCache, FrameRingCache, SpaceTimeTransformer
 
-Say = Callable[[Tensor, Tensor], Tensor]
-"""ids (B, 1, h, w) of a frame as far as it is drawn, and where it is not → logits (B, 1, h, w, K)"""
+PredictLogitsFn = Callable[[Tensor, Tensor], Tensor]
+"""(ids (B, 1, h, w) of a partial frame, mask of hidden codes) → logits (B, 1, h, w, K)"""
 
 
-class Rolling(Config):
+class RolloutConfig(Config):
+    """Settings of a rollout.
+
+    steps     passes per frame; one more pass adds the frame to the memory
+    sampling  sampling parameters of the codes; the seed is that of the first row
+    order     order in which codes are fixed: random (Genie), or by confidence. Unchanged codes are the most confident,
+              so few passes in that order tend to copy the last frame.
     """
-    steps     passes that draw a frame; one more takes it into the memory
-    sampling  how a code is chosen; temperature divides logits, and the seed is the first row's
-    order     which codes are settled first: any (Genie), or the surest. The surest are those that did not change, so
-              that few passes in that order tend to copy the last frame.
-    """
 
-    steps: int = 8
-    sampling: Sampling = Sampling()
-    order: Literal["random", "sure"] = "random"
+    steps: PositiveInt = 8
+    sampling: SamplingConfig = SamplingConfig()
+    order: Literal["random", "confidence"] = "random"
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"a frame drawn in {self.steps} passes", "give at least one")
-        if self.sampling.repetition != 1:
-            raise ConfigError("codes may repeat: a sky is one code again and again", "leave repetition at 1")
+        if self.sampling.repetition_penalty != 1:
+            raise ConfigError(
+                f"sampling.repetition_penalty is {self.sampling.repetition_penalty}", "give 1: frames repeat codes"
+            )
 
 
 class Rollout:
-    """One world a row: `start` from frames, then `step` by actions, as often as one likes.
+    """A rollout with one world per row: call `start` with frames, then `step` with actions, any number of times.
 
-    Memory is the model's: frames beyond it are forgotten, so that a step costs the same however long the world runs.
+    The model's memory limits the history. Older frames are dropped, so the cost per step is constant.
     """
 
-    def __init__(self, model: Genie, rolling: Rolling | None = None):
-        self.model, self.rolling = model.eval(), rolling or Rolling()
-        self._ids: Tensor | None = None
-        self._led: Tensor | None = None  # what led to frames that the dynamics have yet to take in
-        self._rings: dict[str, FrameRing] = {}
+    def __init__(self, model: Genie, config: RolloutConfig | None = None):
+        self.model, self.config = model.eval(), config or RolloutConfig()
+        self._frame_codes: Tensor | None = None
+        self._pending_actions: Tensor | None = (
+            None  # action embeddings of frames that the dynamics cache does not contain yet
+        )
+        self._rings: dict[str, FrameRingCache] = {}
 
     @property
-    def actions(self) -> int:
-        return self.model.actions
+    def num_actions(self) -> int:
+        return self.model.num_actions
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) of the frames the model was made for."""
-        height, width = self.model.codec.size
+    def frame_shape(self) -> tuple[int, int, int]:
+        """(H, W, C) of the model's frames."""
+        height, width = self.model.codec.image_size
         return height, width, self.model.config.codec.channels
 
     @torch.no_grad()
     def start(self, frames: Tensor, actions: Tensor | None = None, seed: int | None = None) -> Tensor:
-        """uint8 (B, C, H, W), or several frames (B, T, C, H, W) and the actions between them (B, T − 1), which a model
-        that learned actions can infer → the last frame as the codec shows it, uint8 (B, C, H, W)
+        """Start from one frame (B, C, H, W) or several frames (B, T, C, H, W), uint8.
+
+        `actions` (B, T − 1) are the actions between the frames; a model with latent actions can infer them. Returns
+        the codec's reconstruction of the last frame, uint8 (B, C, H, W).
         """
         model = self.model
-        video = model.codec.pixels(frames if frames.ndim == 5 else frames[:, None])
+        video = model.codec.to_pixels(frames if frames.ndim == 5 else frames[:, None])
         B, T = video.shape[:2]
         if actions is None:
-            actions = model.infer(video) if T > 1 else torch.zeros(B, 0, dtype=torch.long, device=video.device)
+            actions = model.infer_actions(video) if T > 1 else torch.zeros(B, 0, dtype=torch.long, device=video.device)
         if actions.shape != (B, T - 1):
-            raise DataError(f"actions {tuple(actions.shape)} between {B} × {T} frames", f"give ({B}, {T - 1})")
+            raise DataError(f"actions have shape {tuple(actions.shape)}, with {B} × {T} frames", f"give ({B}, {T - 1})")
         model.check_actions(actions)
-        self.chance = Dice(B, self.rolling.sampling.seed if seed is None else seed)
-        self.past, self.shown = model.dynamics.transformer.cache(), model.codec.decoder.cache()
-        (K,) = model.codec.sizes
-        self.codes = model.codec.lookup(torch.arange(K, device=video.device))  # (K, d)
-        shown = self._show(model.look(video), model.dynamics.led(actions.to(video.device)))
-        self.settle()
-        return shown
+        self.rng = RowRandom(B, self.config.sampling.seed if seed is None else seed)
+        self.dynamics_cache = model.dynamics.transformer.make_cache()
+        self.decoder_cache = model.codec.decoder.make_cache()
+        (K,) = model.codec.vocab_sizes
+        self.codebook = model.codec.lookup(torch.arange(K, device=video.device))  # (K, d)
+        reconstruction = self._decode_frames(
+            model.encode_frames(video), model.dynamics.shift_actions(actions.to(video.device))
+        )
+        self.update_memory()
+        return reconstruction
 
     def step(self, actions: Tensor) -> Tensor:
-        """An action a row (B,) → the next frame, uint8 (B, C, H, W)"""
-        frame = self.draw(actions)
-        self.settle()
+        """Return the next frame, uint8 (B, C, H, W), for one action per row (B,)."""
+        frame = self.predict_frame(actions)
+        self.update_memory()
         return frame
 
     @torch.no_grad()
-    def draw(self, actions: Tensor) -> Tensor:
-        """What `step` gives, as soon as it can be seen: `settle` does the rest, at the latest before the next."""
-        if self._ids is None:
-            raise ConfigError("a world that has not begun cannot go on", "call start first")
-        if actions.shape != (len(self._ids),):
-            raise DataError(f"actions {tuple(actions.shape)} for {len(self._ids)} worlds", "give one each")
+    def predict_frame(self, actions: Tensor) -> Tensor:
+        """Return the next frame like `step`, but without `update_memory`, which then runs before the next frame."""
+        if self._frame_codes is None:
+            raise ConfigError("the rollout has not started", "call start first")
+        if actions.shape != (len(self._frame_codes),):
+            raise DataError(
+                f"actions have shape {tuple(actions.shape)}, with {len(self._frame_codes)} worlds",
+                "give one action per world",
+            )
         self.model.check_actions(actions)
-        self.settle()
-        chance = self.chance.roll(self.rolling.steps, 2, self._ids[0, 0].numel())
-        return self._next(actions.to(self._ids.device)[:, None], chance.to(self._ids.device))
+        self.update_memory()
+        chance = self.rng.uniform(self.config.steps, 2, self._frame_codes[0, 0].numel())
+        return self._next(actions.to(self._frame_codes.device)[:, None], chance.to(self._frame_codes.device))
 
     @property
-    def ids(self) -> Tensor:
-        """The codes (B, h, w) of the last frame."""
-        assert self._ids is not None
-        return self._ids[:, -1]
+    def last_frame_codes(self) -> Tensor:
+        """Codes (B, h, w) of the last frame."""
+        assert self._frame_codes is not None
+        return self._frame_codes[:, -1]
 
-    def _next(self, led: Tensor, chance: Tensor) -> Tensor:
-        """One frame, by the actions that lead to it (B, 1) and chance (B, steps, 2, N)"""
+    def _next(self, shifted_actions: Tensor, chance: Tensor) -> Tensor:
+        """Generate one frame from its actions (B, 1) and uniforms (B, steps, 2, N)."""
 
-        def say(ids: Tensor, hidden: Tensor) -> Tensor:
-            return self.model.dynamics(ids, led, hidden, self.past)
+        def predict(ids: Tensor, hidden: Tensor) -> Tensor:
+            return self.model.dynamics(ids, shifted_actions, hidden, self.dynamics_cache)
 
-        return self._show(draw_frame(say, self.ids[:, None], self.rolling, chance), led)
+        return self._decode_frames(
+            generate_frame(predict, self.last_frame_codes[:, None], self.config, chance), shifted_actions
+        )
 
-    def _show(self, ids: Tensor, led: Tensor) -> Tensor:
-        """Frames that are now past, ids (B, T, h, w) → the last of them, uint8 (B, C, H, W)"""
+    def _decode_frames(self, ids: Tensor, shifted_actions: Tensor) -> Tensor:
+        """Decode frames with codes (B, T, h, w) and return the last one, uint8 (B, C, H, W)."""
         codec = self.model.codec
-        drawn = codec.decode(F.embedding(ids, self.codes), self.shown)
-        self.shown.keep()
-        self.shown = self._ring("shown", codec.decoder, self.shown)
-        self._ids, self._led = ids, led
-        return codec.bytes(drawn[:, -1])
+        decoded = codec.decode(F.embedding(ids, self.codebook), self.decoder_cache)
+        self.decoder_cache.commit()
+        self.decoder_cache = self._to_ring("shown", codec.decoder, self.decoder_cache)
+        self._frame_codes, self._pending_actions = ids, shifted_actions
+        return codec.to_uint8(decoded[:, -1])
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Take the last frames into the memory of the dynamics, if they are not there yet: nobody who looks at them has
-        to wait for it."""
-        if self._ids is None or self._led is None:
+    def update_memory(self) -> None:
+        """Add the last frames to the dynamics cache, if they are missing. The caller can display them first."""
+        if self._frame_codes is None or self._pending_actions is None:
             return
         dynamics = self.model.dynamics
-        dynamics.hidden_states(self._ids, self._led, cache=self.past)
-        self.past.keep()
-        self.past = self._ring("past", dynamics.transformer, self.past)
-        self._led = None
+        dynamics.forward_hidden(self._frame_codes, self._pending_actions, cache=self.dynamics_cache)
+        self.dynamics_cache.commit()
+        self.dynamics_cache = self._to_ring("past", dynamics.transformer, self.dynamics_cache)
+        self._pending_actions = None
 
-    def _ring(self, name: str, net: SpaceTime, cache: Frames) -> Frames:
-        """What is kept without being moved: on a CPU at once; elsewhere a full cache is a ring from then on, the one of
-        an earlier start where it fits."""
+    def _to_ring(self, name: str, net: SpaceTimeTransformer, cache: AnyFrameCache) -> AnyFrameCache:
+        """Convert a cache to a form that does not move its content.
+
+        On a CPU this happens at once. On other devices, a full cache becomes a ring buffer, reused from an earlier
+        rollout if it fits.
+        """
         if not isinstance(cache, FrameCache):
             return cache
-        if (lean := net.one_frame(cache)) is not None:
+        if (lean := net.make_single_frame_runner(cache)) is not None:
             return lean
-        if not cache.full:
+        if not cache.is_full:
             return cache
-        if name in self._rings and self._rings[name].fits(cache):
-            self._rings[name].fill(cache)
+        if name in self._rings and self._rings[name].is_compatible(cache):
+            self._rings[name].copy_from(cache)
         else:
-            self._rings[name] = FrameRing(cache)
+            self._rings[name] = FrameRingCache(cache)
         return self._rings[name]
 
 
-def draw_frame(say: Say, empty: Tensor, rolling: Rolling, chance: Tensor) -> Tensor:
-    """Ids (B, 1, h, w) of a frame of which nothing is known, of the shape of `empty`, by chance (B, steps, 2, N): in
-    every pass for the codes, and for which of them stay"""
+def generate_frame(predict_logits: PredictLogitsFn, empty: Tensor, config: RolloutConfig, uniforms: Tensor) -> Tensor:
+    """Generate the codes (B, 1, h, w) of a frame with the shape of `empty`.
+
+    Each pass uses two uniforms per code of (B, steps, 2, N): one to sample the code, one to choose the kept codes.
+    """
     ids, (B, _, h, w) = torch.zeros_like(empty), empty.shape
     hidden = torch.ones_like(ids, dtype=torch.bool)
     total = torch.full((B,), h * w, device=ids.device)
-    for step, settling in enumerate(settles(torch.tensor([h * w]), rolling.steps)):
-        if not settling:
+    for step, is_active in enumerate(find_active_passes(torch.tensor([h * w]), config.steps)):
+        if not is_active:
             continue
-        logits = say(ids, hidden).flatten(0, -2)  # (B·N, K)
-        found = choose(logits, rolling.sampling, chance[:, step, 0].flatten())
+        logits = predict_logits(ids, hidden).flatten(0, -2)  # (B·N, K)
+        found = sample_tokens(logits, config.sampling, uniforms[:, step, 0].flatten())
         ids = torch.where(hidden, found.view_as(ids), ids)
-        sure = gumbel(chance[:, step, 1])
-        if rolling.order == "sure":
-            said = shape(logits, rolling.sampling).log_softmax(-1)
-            sure = said.gather(-1, found[:, None]).view(B, h * w)
-        hidden = hide_least(sure, hidden.flatten(1), still_hidden(total, step, rolling.steps)).view_as(hidden)
+        sure = gumbel_noise(uniforms[:, step, 1])
+        if config.order == "confidence":
+            log_probs = process_logits(logits, config.sampling).log_softmax(-1)
+            sure = log_probs.gather(-1, found[:, None]).view(B, h * w)
+        hidden = hide_least_confident(sure, hidden.flatten(1), count_hidden(total, step, config.steps)).view_as(hidden)
     return ids
 
 
 @torch.no_grad()
-def roll(
+def rollout_frames(
     model: Genie,
     frames: Tensor,
     actions: Tensor,
-    rolling: Rolling | None = None,
+    config: RolloutConfig | None = None,
     *,
-    given: Tensor | None = None,
+    past_actions: Tensor | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """Frames to start from, as `Rollout.start` takes them with `given` as the actions between, and what is done then
-    (B, n) → the n frames that follow, uint8 (B, n, C, H, W)"""
-    world = Rollout(model, rolling)
-    world.start(frames, given, seed)
-    made = [world.step(one) for one in actions.unbind(1)]
-    return torch.stack(made, 1) if made else frames.new_zeros(len(frames), 0, *frames.shape[-3:])
+    """Roll out n actions (B, n) from the start frames and return the n next frames, uint8 (B, n, C, H, W).
+
+    `frames` and `past_actions` are the arguments of `Rollout.start`.
+    """
+    world = Rollout(model, config)
+    world.start(frames, past_actions, seed)
+    generated = [world.step(one) for one in actions.unbind(1)]
+    return torch.stack(generated, 1) if generated else frames.new_zeros(len(frames), 0, *frames.shape[-3:])

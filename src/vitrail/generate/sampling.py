@@ -1,97 +1,88 @@
-"""From logits to a token: filters that forbid, and one draw a row.
+"""Token sampling: logit filters and one random draw per row.
 
-Everything here is a pure function of tensors. Chance comes in from outside, as one number in [0, 1) a row and step, so
-that a row's tokens depend on its own seed alone and the whole can be captured in a graph.
+The functions are pure functions of tensors. The caller passes random numbers, one in [0, 1) per row and step. So a
+row's tokens depend only on its own seed, and CUDA graphs can capture the functions.
 
-B rows, V vocabulary
+Shapes: B rows, V vocabulary.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitrail.config import Config
-from vitrail.errors import ConfigError
+from vitrail.config import Config, Fraction, PositiveFloat, PositiveInt, Seed
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.nn.parameters import find_nonfinite
 
 
-class Sampling(Config):
-    """How the next token is chosen; without further choice from all tokens, as the model weighs them.
+class SamplingConfig(Config):
+    """Sampling parameters. The defaults sample from the model's distribution.
 
-    temperature  0 takes the likeliest token, below 1 sharpens, above 1 flattens
-    top_k        only the k likeliest
-    top_p        only the likeliest that together reach this probability
-    min_p        only those at least this fraction as likely as the likeliest
-    repetition   above 1 makes what the row already holds, prompt included, less likely
-    seed         row i of a batch draws from seed + i, so it can be had again alone; without one, chance decides
+    temperature         0 is greedy decoding, below 1 sharpens, above 1 flattens the distribution
+    top_k               keep only the k most likely tokens
+    top_p               keep only the most likely tokens that together reach this probability
+    min_p               keep only tokens with at least this fraction of the highest probability
+    repetition_penalty  above 1 makes tokens that the row already contains less likely, including the prompt
+    seed                row i of a batch uses seed + i, so each row is reproducible alone; None: random seed
 
-    They apply in this order: repetition, temperature, top_k, top_p, min_p.
+    Order: repetition_penalty, temperature, top_k, top_p, min_p.
     """
 
     temperature: float = 1.0
-    top_k: int | None = None
+    top_k: PositiveInt | None = None
     top_p: float | None = None
-    min_p: float | None = None
-    repetition: float = 1.0
-    seed: int | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
+    seed: Seed | None = None
 
     def __post_init__(self) -> None:
-        sane = self.temperature == 0 or 1e-3 <= self.temperature <= 1e3  # beyond, logits overflow or all are alike
-        _within("temperature", self.temperature, sane, "0, which takes the likeliest token, or from 0.001 to 1000")
-        _within("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1")
-        _within("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1")
-        _within("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1")
-        _within("repetition", self.repetition, self.repetition > 0, "above 0; 1 changes nothing")
-        _within("seed", self.seed, self.seed is None or self.seed >= 0, "0 or more")
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:  # else logits overflow or become equal
+            raise ConfigError(f"temperature is {self.temperature}", "give 0 (greedy), or from 0.001 to 1000")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}", "give a number above 0 and at most 1")
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature == 0
 
 
-def _within(name: str, value: Any, holds: bool, says: str) -> None:
-    if not holds:  # also where the value is not a number
-        raise ConfigError(f"sampling: {name} is {value}", f"it must be {says}")
+GREEDY = SamplingConfig(temperature=0.0)
 
 
-GREEDY = Sampling(temperature=0.0)
+# ---- filters: logits (B, V) → logits (B, V), −∞ for excluded tokens ----------------------------------------------
 
 
-# ---- filters: logits (B, V) → logits (B, V), −∞ where a token is out --------------------------------------------
-
-
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make the tokens in seen (B, V), booleans, less likely."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+def apply_repetition_penalty(logits: Tensor, seen_tokens: Tensor, penalty: float) -> Tensor:
+    """Make the tokens with True in `seen_tokens` (B, V) less likely."""
+    return torch.where(seen_tokens, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """The k likeliest; what ties with the last of them stays too."""
-    least = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
-    return logits.masked_fill(logits < least, -torch.inf)
+    """Keep the k most likely tokens, including ties with the last one."""
+    threshold = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
+    return logits.masked_fill(logits < threshold, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """The smallest set of likeliest tokens whose probabilities reach p."""
-    ordered, order = logits.sort(dim=-1)  # rising: the unlikely end is what is cut
+    """Keep the smallest set of most likely tokens whose probabilities reach p."""
+    ordered, order = logits.sort(dim=-1)  # ascending
     out = ordered.softmax(-1).cumsum(-1) <= 1 - p
-    out[:, -1] = False  # the likeliest stays whatever rounding says
+    out[:, -1] = False  # keep the most likely token regardless of rounding
     return logits.masked_fill(out.scatter(1, order, out), -torch.inf)
 
 
 def keep_min_p(logits: Tensor, fraction: float) -> Tensor:
-    """Those at least `fraction` as likely as the likeliest."""
-    chances = logits.softmax(-1)
-    return logits.masked_fill(chances < fraction * chances.amax(-1, keepdim=True), -torch.inf)
+    """Keep tokens with at least `fraction` of the highest probability."""
+    probabilities = logits.softmax(-1)
+    return logits.masked_fill(probabilities < fraction * probabilities.amax(-1, keepdim=True), -torch.inf)
 
 
-def shape(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """All filters in order, (B, V) → (B, V) float32. `seen` (B, V) is needed where repetition is penalised."""
+def process_logits(logits: Tensor, sampling: SamplingConfig, seen_tokens: Tensor | None = None) -> Tensor:
+    """Apply all filters in order, (B, V) → (B, V) float32. The repetition penalty needs `seen_tokens` (B, V)."""
     logits = logits.float()
-    if sampling.repetition != 1 and seen is not None:
-        logits = penalize(logits, seen, sampling.repetition)
-    if sampling.greedy:
+    if sampling.repetition_penalty != 1 and seen_tokens is not None:
+        logits = apply_repetition_penalty(logits, seen_tokens, sampling.repetition_penalty)
+    if sampling.is_greedy:
         return logits
     logits = logits / sampling.temperature
     if sampling.top_k is not None:
@@ -103,38 +94,61 @@ def shape(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Ten
     return logits
 
 
-# ---- the draw ---------------------------------------------------------------------------------------------------
+def check_logits(logits: Tensor, model: nn.Module) -> None:
+    """Raise if a row of logits (…, V) is NaN or infinite, which weights that are not finite cause, or an overflow."""
+    if not bool(logits.amax(-1).isfinite().all()):
+        bad = find_nonfinite(model.state_dict())
+        raise CheckpointError(
+            "the model gives NaN or infinite logits"
+            + (f": its tensor {bad[0]!r} contains such values" if bad else ", although its weights are finite"),
+            "load another checkpoint" if bad else "use dtype float32: values overflow in half precision",
+        )
 
 
-def choose(logits: Tensor, sampling: Sampling, chance: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
-    """One token a row, (B,), from raw logits (B, V) and chance (B,) in [0, 1), which greedy choice does not need."""
-    logits = shape(logits, sampling, seen)
-    if sampling.greedy:
+def transfer_tokens(tokens: Tensor, logits: Tensor, model: nn.Module) -> list[int]:
+    """Return the tokens (B,) that were sampled from logits (B, V). Raise if a row of logits is NaN or infinite.
+
+    Both are one transfer: the host waits for the device once.
+    """
+    ids, are_finite = torch.stack([tokens, logits.amax(-1).isfinite()]).tolist()
+    if not all(are_finite):
+        check_logits(logits, model)
+    return ids
+
+
+# ---- random draws -----------------------------------------------------------------------------------------------
+
+
+def sample_tokens(
+    logits: Tensor, sampling: SamplingConfig, uniforms: Tensor | None = None, seen_tokens: Tensor | None = None
+) -> Tensor:
+    """Sample one token per row (B,) from raw logits (B, V) and uniforms (B,) in [0, 1). Greedy needs no uniforms."""
+    logits = process_logits(logits, sampling, seen_tokens)
+    if sampling.is_greedy:
         return logits.argmax(-1)
-    if chance is None:
-        raise ConfigError("a draw needs chance: one number in [0, 1) a row", "use Dice, or temperature 0")
-    return pick(logits.softmax(-1), chance)
+    if uniforms is None:
+        raise ConfigError("sampling needs one uniform in [0, 1) per row", "use RowRandom, or temperature 0")
+    return sample_from_weights(logits.softmax(-1), uniforms)
 
 
-def pick(weights: Tensor, chance: Tensor) -> Tensor:
-    """The token at which the running sum of weights (B, V) passes chance (B,) of the whole; never one of weight 0."""
-    reach = weights.double().cumsum(-1)  # in float32 the tail of a large vocabulary would be lost
-    target = chance.to(reach)[:, None] * reach[:, -1:]
+def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample from weights (B, V) by inverting the cumulative sum at uniforms (B,). Zero weights are never sampled."""
+    reach = weights.double().cumsum(-1)  # float32 would lose the tail of a large vocabulary
+    target = uniforms.to(reach)[:, None] * reach[:, -1:]
     token = torch.searchsorted(reach, target, right=True)  # the first whose sum is above the target
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     return torch.minimum(token, last)[:, 0]
 
 
-class Dice:
-    """One stream of chance a row: row i has the seed `seed + i`, whoever else is in the batch. Streams of another `use`
-    are others."""
+class RowRandom:
+    """One random stream per row. Row i uses `seed + i`, independent of the other rows. `stream` selects another one."""
 
-    def __init__(self, rows: int, seed: int | None = None, device: torch.device | str = "cpu", use: int = 0):
+    def __init__(self, rows: int, seed: int | None = None, device: torch.device | str = "cpu", stream: int = 0):
         if seed is not None and seed < 0:
-            raise ConfigError(f"a seed of {seed}", "give 0 or more")
-        seeds = [None if seed is None else [seed + i, use] if use else seed + i for i in range(rows)]
+            raise ConfigError(f"seed is {seed}", "give 0 or more")
+        seeds = [None if seed is None else [seed + i, stream] if stream else seed + i for i in range(rows)]
         self._rows, self._device = [np.random.default_rng(one) for one in seeds], device
 
-    def roll(self, *shape: int) -> Tensor:
-        """The next number of every row, (B,), or so many, (B, *shape); float64."""
+    def uniform(self, *shape: int) -> Tensor:
+        """Return the next float64 numbers in [0, 1) of every row, with shape (B, *shape)."""
         return torch.from_numpy(np.stack([np.asarray(row.random(shape)) for row in self._rows])).to(self._device)

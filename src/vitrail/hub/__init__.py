@@ -1,5 +1,5 @@
-"""Load and save: our own format, Hugging Face's, GGUF and llama2.c; safetensors only, nothing executed."""
+"""Load and save checkpoints: the native format, Hugging Face, GGUF and llama2.c. No pickles, no remote code."""
 
-from vitrail.hub.folders import from_hf, load, save, to_hf, tokenizer
+from vitrail.hub.pretrained import from_hf, load, load_tokenizer, save, to_hf
 
-__all__ = ["from_hf", "load", "save", "to_hf", "tokenizer"]
+__all__ = ["from_hf", "load", "load_tokenizer", "save", "to_hf"]

@@ -1,5 +1,8 @@
-"""diffusers' convolutional codecs, in both directions: AutoencoderKL, the continuous one of Stable Diffusion, SDXL and
-FLUX, and VQModel, those with a codebook of VQGAN, aMUSEd and, with modulated norms, Kandinsky's MoVQ."""
+"""Convolutional codecs of diffusers, import and export.
+
+AutoencoderKL is the continuous codec of Stable Diffusion, SDXL and FLUX. VQModel has a codebook: VQGAN, aMUSEd
+and, with modulated norms, the MoVQ of Kandinsky.
+"""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -9,278 +12,313 @@ from msgspec import Meta
 from torch import Tensor
 
 from vitrail.codecs.codec import Codec, CodecConfig
-from vitrail.codecs.conv import ConvPairConfig
+from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig
 from vitrail.codecs.quantizers import KLConfig, QuantizerConfig, VQConfig
 from vitrail.errors import CheckpointError
-from vitrail.hub.family import Family, refuse, round_trip
-from vitrail.hub.maps import Move, fuse_layer, layer, rename, reshape, under
+from vitrail.hub.checkpoint_family import CheckpointFamily, build_round_trip_check, reject_settings
+from vitrail.hub.tensor_rules import TensorRule, add_prefix, flatten_kernel, fuse_layer, rename, rename_layer
+from vitrail.registry import FAMILIES
 
-About = dict[str, Any]
-DOWN, UP = ("DownEncoderBlock2D", "AttnDownEncoderBlock2D"), ("UpDecoderBlock2D", "AttnUpDecoderBlock2D")
+HFConfig = dict[str, Any]
+DOWN_BLOCKS, UP_BLOCKS = ("DownEncoderBlock2D", "AttnDownEncoderBlock2D"), ("UpDecoderBlock2D", "AttnUpDecoderBlock2D")
 
-OLDER = tuple(
+LEGACY_NAMES = tuple(
     (f".attentions.0.{now}.", f".attentions.0.{then}.")
     for now, then in [("to_q", "query"), ("to_k", "key"), ("to_v", "value"), ("to_out.0", "proj_attn")]
 )
-"""What files from before 2023 call the parts of the attention in the middle."""
+"""Names of the middle attention in files from before 2023."""
 
-SPATIAL = 32  # groups of diffusers' norms that are modulated by codes, whatever the config says of others
-KEPT: dict[str, Any] = {"learn": "gradient", "start": 0}  # how a codebook that comes with its codes goes on learning
+SPATIAL_NORM_GROUPS = 32  # groups of diffusers' spatial norms, independent of norm_num_groups
+CODEBOOK_DEFAULTS: dict[str, Any] = {
+    "codebook_update": "gradient",
+    "kmeans_iters": 0,
+}  # training settings of a loaded codebook
 
-Width = Annotated[int, Meta(ge=1, le=2**20)]
+WidthField = Annotated[int, Meta(ge=1, le=2**20)]
 
 
-class _Said(msgspec.Struct):
-    """What a config.json of either may say, and what diffusers takes for granted where it does not. Counts are bounded:
-    a stranger's file must not make us build for ever."""
+class _AutoencoderSchema(msgspec.Struct):
+    """Schema of both configs with the defaults of diffusers. Counts are bounded, because the files are untrusted."""
 
-    in_channels: Width = 3
-    out_channels: Width = 3
-    down_block_types: tuple[str, ...] = (DOWN[0],)
-    up_block_types: tuple[str, ...] = (UP[0],)
-    block_out_channels: Annotated[tuple[Width, ...], Meta(min_length=1, max_length=16)] = (64,)
+    in_channels: WidthField = 3
+    out_channels: WidthField = 3
+    down_block_types: tuple[str, ...] = (DOWN_BLOCKS[0],)
+    up_block_types: tuple[str, ...] = (UP_BLOCKS[0],)
+    block_out_channels: Annotated[tuple[WidthField, ...], Meta(min_length=1, max_length=16)] = (64,)
     layers_per_block: Annotated[int, Meta(ge=1, le=1000)] = 1
     act_fn: str = "silu"
-    norm_num_groups: Width = 32
+    norm_num_groups: WidthField = 32
     sample_size: int | tuple[int, int] = 32
     scaling_factor: float = 0.18215
     mid_block_add_attention: bool = True
 
 
-class _KLSaid(_Said):
-    latent_channels: Width = 4
+class _AutoencoderKLSchema(_AutoencoderSchema):
+    latent_channels: WidthField = 4
     shift_factor: float = 0.0
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
 
 
-class _VQSaid(_Said):
-    latent_channels: Width = 3
+class _VQModelSchema(_AutoencoderSchema):
+    latent_channels: WidthField = 3
     num_vq_embeddings: Annotated[int, Meta(ge=1, le=2**31)] = 256
-    vq_embed_dim: Width | None = None
+    vq_embed_dim: WidthField | None = None
     norm_type: Literal["group", "spatial"] = "group"
 
 
-S = TypeVar("S", bound=_Said)
+SchemaT = TypeVar("SchemaT", bound=_AutoencoderSchema)
 
 
-def _said(about: About, kind: type[S]) -> S:
+def _parse_config(hf_config: HFConfig, kind: type[SchemaT]) -> SchemaT:
     try:
-        said = msgspec.convert({key: value for key, value in about.items() if value is not None}, kind)
+        settings = msgspec.convert({key: value for key, value in hf_config.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
-        raise CheckpointError(str(error), "fetch the file again") from None
-    if said.in_channels != said.out_channels or said.act_fn not in ("silu", "swish"):
+        raise CheckpointError(str(error), "correct this key, as in the original config") from None
+    if settings.in_channels != settings.out_channels or settings.act_fn not in ("silu", "swish"):
         raise CheckpointError(
-            f"{said.in_channels} channels in, {said.out_channels} out and act_fn {said.act_fn!r}",
-            "as many out as in, and silu, are built",
+            f"in_channels {settings.in_channels}, out_channels {settings.out_channels}, act_fn {settings.act_fn!r}",
+            "equal channels and silu are supported",
         )
-    return said
+    return settings
 
 
-def _config(said: _Said, latent: int, quantizer: QuantizerConfig, modulated: bool = False, **more: Any) -> CodecConfig:
-    widths, size = said.block_out_channels, said.sample_size
+def _build_codec_config(
+    settings: _AutoencoderSchema, latent: int, quantizer: QuantizerConfig, modulated: bool = False, **fields: Any
+) -> CodecConfig:
+    widths, size = settings.block_out_channels, settings.sample_size
     return CodecConfig(
-        net=ConvPairConfig(
+        net=ConvAutoencoderConfig(
             widths=widths,
-            layers=said.layers_per_block,
-            latent=latent,
-            attention=said.mid_block_add_attention,
-            levels=_levels(said.down_block_types, said.up_block_types, len(widths)),
-            groups=said.norm_num_groups,
-            modulated=modulated,
-            channels=said.in_channels,
-            size=(size, size) if isinstance(size, int) else size,
+            layers=settings.layers_per_block,
+            latent_channels=latent,
+            mid_attention=settings.mid_block_add_attention,
+            attention_levels=_read_attention_levels(settings.down_block_types, settings.up_block_types, len(widths)),
+            norm_groups=settings.norm_num_groups,
+            spatial_norm=modulated,
+            channels=settings.in_channels,
+            image_size=(size, size) if isinstance(size, int) else size,
         ),
         quantizer=quantizer,
-        mean=(0.5,) * said.in_channels,
-        std=(0.5,) * said.in_channels,
-        scale=said.scaling_factor,
-        **more,
+        mean=(0.5,) * settings.in_channels,
+        std=(0.5,) * settings.in_channels,
+        scaling_factor=settings.scaling_factor,
+        **fields,
     )
 
 
-def _read_kl(about: About) -> CodecConfig:
-    refuse(about, latents_mean="latents moved by a mean a channel are not built", latents_std="nor by a deviation")
-    said = _said(about, _KLSaid)
-    return _config(
-        said,
-        said.latent_channels,
-        KLConfig(width=said.latent_channels),
-        into="linear" if said.use_quant_conv else "none",
-        out_of="linear" if said.use_post_quant_conv else "none",
-        shift=said.shift_factor,
+def _read_kl(hf_config: HFConfig) -> CodecConfig:
+    reject_settings(
+        hf_config,
+        latents_mean="a mean for each channel is not supported",
+        latents_std="a std for each channel is not supported",
+    )
+    settings = _parse_config(hf_config, _AutoencoderKLSchema)
+    return _build_codec_config(
+        settings,
+        settings.latent_channels,
+        KLConfig(width=settings.latent_channels),
+        pre_quant="linear" if settings.use_quant_conv else "none",
+        post_quant="linear" if settings.use_post_quant_conv else "none",
+        shift_factor=settings.shift_factor,
     )
 
 
-def _read_vq(about: About) -> CodecConfig:
-    said = _said(about, _VQSaid)
-    latent, modulated = said.latent_channels, said.norm_type == "spatial"
-    dim = said.vq_embed_dim or latent
-    if modulated and (dim != latent or said.norm_num_groups != SPATIAL):
+def _read_vq(hf_config: HFConfig) -> CodecConfig:
+    settings = _parse_config(hf_config, _VQModelSchema)
+    latent, modulated = settings.latent_channels, settings.norm_type == "spatial"
+    dim = settings.vq_embed_dim or latent
+    if modulated and (dim != latent or settings.norm_num_groups != SPATIAL_NORM_GROUPS):
         raise CheckpointError(
-            f"norm_type spatial with {said.norm_num_groups} groups, codes of {dim} and {latent} latent channels",
-            f"diffusers' spatial norms have {SPATIAL} groups and read codes as wide as the latent channels",
+            f"norm_type spatial, {settings.norm_num_groups} groups, vq_embed_dim {dim} and {latent} latent channels",
+            f"spatial norms need {SPATIAL_NORM_GROUPS} groups and vq_embed_dim equal to latent_channels",
         )
-    return _config(said, latent, VQConfig(codes=said.num_vq_embeddings, dim=dim, **KEPT), modulated)
+    return _build_codec_config(
+        settings, latent, VQConfig(codebook_size=settings.num_vq_embeddings, dim=dim, **CODEBOOK_DEFAULTS), modulated
+    )
 
 
-def _levels(down: tuple[str, ...], up: tuple[str, ...], count: int) -> tuple[int, ...]:
-    """The levels whose blocks have attention, the same on both sides."""
-    for names, known in ((down, DOWN), (up, UP)):
+def _read_attention_levels(down: tuple[str, ...], up: tuple[str, ...], count: int) -> tuple[int, ...]:
+    """Return the levels with attention, which must be the same in encoder and decoder."""
+    for names, known in ((down, DOWN_BLOCKS), (up, UP_BLOCKS)):
         if len(names) != count or not set(names) <= set(known):
-            raise CheckpointError(f"{count} levels of the kinds {names}", f"each must be one of {', '.join(known)}")
-    there = tuple(i for i, name in enumerate(down) if name == DOWN[1])
-    if there != tuple(i for i, name in enumerate(reversed(up)) if name == UP[1]):
+            raise CheckpointError(
+                f"{count} levels have the block types {names}", f"each must be one of {', '.join(known)}"
+            )
+    levels = tuple(i for i, name in enumerate(down) if name == DOWN_BLOCKS[1])
+    if levels != tuple(i for i, name in enumerate(reversed(up)) if name == UP_BLOCKS[1]):
         raise CheckpointError(f"down_block_types {down} and up_block_types {up} differ in attention")
-    return there
+    return levels
 
 
-def _written(config: CodecConfig) -> About:
-    """What either says of its networks."""
+def _write_networks(config: CodecConfig) -> HFConfig:
+    """Write the keys of both networks."""
     net = config.net
-    if not isinstance(net, ConvPairConfig) or not config.halved or "mlp" in (config.into, config.out_of):
+    if (
+        not isinstance(net, ConvAutoencoderConfig)
+        or not config.has_default_normalization
+        or "mlp" in (config.pre_quant, config.post_quant)
+    ):
         raise CheckpointError(
-            "diffusers' codecs are convolutional, read pixels of −1 … 1 and have at most one product beside the codes"
+            "diffusers' codecs need convolutions, pixels in −1 … 1 and at most one linear layer next to the codes"
         )
-    attention = [i in net.levels for i in range(len(net.widths))]
+    attention = [i in net.attention_levels for i in range(len(net.widths))]
     return {
         "in_channels": net.channels,
         "out_channels": net.channels,
-        "down_block_types": [DOWN[own] for own in attention],
-        "up_block_types": [UP[own] for own in reversed(attention)],
+        "down_block_types": [DOWN_BLOCKS[has_attention] for has_attention in attention],
+        "up_block_types": [UP_BLOCKS[has_attention] for has_attention in reversed(attention)],
         "block_out_channels": list(net.widths),
         "layers_per_block": net.layers,
         "act_fn": "silu",
-        "latent_channels": net.latent,
-        "norm_num_groups": net.groups,
-        "sample_size": net.size[0] if net.size[0] == net.size[1] else list(net.size),
-        "scaling_factor": config.scale,
-        "mid_block_add_attention": net.attention,
+        "latent_channels": net.latent_channels,
+        "norm_num_groups": net.norm_groups,
+        "sample_size": net.image_size[0] if net.image_size[0] == net.image_size[1] else list(net.image_size),
+        "scaling_factor": config.scaling_factor,
+        "mid_block_add_attention": net.mid_attention,
     }
 
 
-def _write_kl(config: CodecConfig) -> About:
+def _write_kl(config: CodecConfig) -> HFConfig:
     if not isinstance(config.quantizer, KLConfig):
-        raise CheckpointError("an AutoencoderKL has the KL bottleneck")
-    bridges = {"use_quant_conv": config.into == "linear", "use_post_quant_conv": config.out_of == "linear"}
-    return {**_written(config), "shift_factor": config.shift or None, **bridges}
+        raise CheckpointError("AutoencoderKL needs the KL bottleneck")
+    bridges = {"use_quant_conv": config.pre_quant == "linear", "use_post_quant_conv": config.post_quant == "linear"}
+    return {**_write_networks(config), "shift_factor": config.shift_factor or None, **bridges}
 
 
-def _write_vq(config: CodecConfig) -> About:
-    codebook, net = config.quantizer, config.net
-    if not isinstance(codebook, VQConfig) or codebook.metric != "euclid":
-        raise CheckpointError("a VQModel has one codebook, whose codes are chosen by their distance")
-    modulated = isinstance(net, ConvPairConfig) and net.modulated
-    book = {"num_vq_embeddings": codebook.codes, "vq_embed_dim": codebook.dim}
-    return {**_written(config), **book, "norm_type": "spatial" if modulated else "group"}
+def _write_vq(config: CodecConfig) -> HFConfig:
+    quantizer, net = config.quantizer, config.net
+    if not isinstance(quantizer, VQConfig) or quantizer.metric != "euclid":
+        raise CheckpointError("VQModel needs one codebook with Euclidean distance")
+    modulated = isinstance(net, ConvAutoencoderConfig) and net.spatial_norm
+    codebook_settings = {"num_vq_embeddings": quantizer.codebook_size, "vq_embed_dim": quantizer.dim}
+    return {**_write_networks(config), **codebook_settings, "norm_type": "spatial" if modulated else "group"}
 
 
-def _chosen(config: CodecConfig) -> CodecConfig:
-    """Without what matters in training alone: how the codes of a codebook are learned."""
-    book = config.quantizer
-    return config.with_(quantizer=VQConfig(codes=book.codes, dim=book.dim)) if isinstance(book, VQConfig) else config
+def _normalize_config(config: CodecConfig) -> CodecConfig:
+    """Return the config without settings that matter in training only."""
+    quantizer = config.quantizer
+    return (
+        config.replace(quantizer=VQConfig(codebook_size=quantizer.codebook_size, dim=quantizer.dim))
+        if isinstance(quantizer, VQConfig)
+        else config
+    )
 
 
-# ---- names ------------------------------------------------------------------------------------------------------
+# ---- tensor rules -----------------------------------------------------------------------------------------------
 
 
-def _moves(config: CodecConfig) -> list[Move]:
-    net, book = config.net, config.quantizer
-    assert isinstance(net, ConvPairConfig)
-    vq = isinstance(book, VQConfig)
-    moves = _codebook(book) if vq else []
-    wide, codes = (net.latent, book.dim) if vq else (2 * net.latent, net.latent)  # a mean and a variance, or a code
-    moves += _matrix("into", "quant_conv", book.dim if vq else wide, wide) if config.into == "linear" else []
-    moves += _matrix("out_of", "post_quant_conv", net.latent, codes) if config.out_of == "linear" else []
+def _build_rules(config: CodecConfig) -> list[TensorRule]:
+    net, quantizer = config.net, config.quantizer
+    assert isinstance(net, ConvAutoencoderConfig)
+    has_codebook = isinstance(quantizer, VQConfig)
+    rules = _build_codebook_rules(quantizer) if has_codebook else []
+    latent_width, code_width = (
+        (net.latent_channels, quantizer.dim) if has_codebook else (2 * net.latent_channels, net.latent_channels)
+    )  # mean and variance, or a code
+    rules += (
+        _build_pointwise_rules(
+            "pre_quant_proj", "quant_conv", quantizer.dim if has_codebook else latent_width, latent_width
+        )
+        if config.pre_quant == "linear"
+        else []
+    )
+    rules += (
+        _build_pointwise_rules("post_quant_proj", "post_quant_conv", net.latent_channels, code_width)
+        if config.post_quant == "linear"
+        else []
+    )
     for side in ("encoder", "decoder"):
-        moves += under(f"{side}.", f"{side}.", _side(net, side))
-    return moves
+        rules += add_prefix(f"{side}.", f"{side}.", _build_network_rules(net, side))
+    return rules
 
 
-def _matrix(ours: str, theirs: str, out: int, into: int) -> list[Move]:
-    """A convolution of one pixel is a product with a matrix."""
-    weight = reshape(f"{ours}.weight", f"{theirs}.weight", (out, into, 1, 1))
-    return [weight, rename(f"{ours}.bias", f"{theirs}.bias")]
+def _build_pointwise_rules(native: str, hf: str, out_features: int, in_features: int) -> list[TensorRule]:
+    """Build the rules of a linear layer, which diffusers stores as a 1 × 1 convolution."""
+    weight = flatten_kernel(f"{native}.weight", f"{hf}.weight", (out_features, in_features, 1, 1))
+    return [weight, rename(f"{native}.bias", f"{hf}.bias")]
 
 
-def _codebook(book: VQConfig) -> list[Move]:
-    """Their codes are ours, with as much use as any, and go on by gradients; what these taught ours is part of
-    theirs."""
-    beside = "learned" if book.learn == "gradient" else "sums"
+def _build_codebook_rules(book: VQConfig) -> list[TensorRule]:
+    """Build the rule of the codebook: imported codes start with equal usage counts; exported codes include the part
+    that was learned by gradients."""
+    state_name = "learned" if book.codebook_update == "gradient" else "sums"
 
     def pull(tensors: list[Tensor]) -> list[Tensor]:
         codes = tensors[0].float()
         return [codes, torch.ones(len(codes)), torch.tensor(True), torch.zeros_like(tensors[0])]
 
     def push(tensors: list[Tensor]) -> list[Tensor]:
-        codes, _, _, kept = tensors
-        return [codes + kept.to(codes.dtype) if beside == "learned" else codes]
+        codes, _, _, learned = tensors
+        return [codes + learned.to(codes.dtype) if state_name == "learned" else codes]
 
-    ours = tuple(f"quantizer.{name}" for name in ("codebook", "counts", "started", beside))
-    return [Move(ours, ("quantize.embedding.weight",), pull, push)]
+    native = tuple(f"quantizer.{name}" for name in ("codebook", "counts", "started", state_name))
+    return [TensorRule(native, ("quantize.embedding.weight",), pull, push)]
 
 
-def _side(net: ConvPairConfig, side: str) -> list[Move]:
-    top, down = len(net.widths) - 1, side == "encoder"
-    modulated = net.modulated and not down
-    moves = [
-        *layer("first", "conv_in"),
-        *_norm("norm", "conv_norm_out", modulated),
-        *layer("last", "conv_out"),
-        *under("middle.0.", "mid_block.resnets.0.", _resnet(False, modulated)),
-        *under("middle.2.", "mid_block.resnets.1.", _resnet(False, modulated)),
+def _build_network_rules(net: ConvAutoencoderConfig, side: str) -> list[TensorRule]:
+    top, is_encoder = len(net.widths) - 1, side == "encoder"
+    modulated = net.spatial_norm and not is_encoder
+    rules = [
+        *rename_layer("first", "conv_in"),
+        *_build_norm_rules("norm", "conv_norm_out", modulated),
+        *rename_layer("last", "conv_out"),
+        *add_prefix("middle.0.", "mid_block.resnets.0.", _build_resnet_rules(False, modulated)),
+        *add_prefix("middle.2.", "mid_block.resnets.1.", _build_resnet_rules(False, modulated)),
     ]
-    if net.attention:
-        moves += under("middle.1.", "mid_block.attentions.0.", _attention(net.widths[-1], modulated))
+    if net.mid_attention:
+        rules += add_prefix("middle.1.", "mid_block.attentions.0.", _build_attention_rules(net.widths[-1], modulated))
     for i, width in enumerate(net.widths):
-        theirs = f"down_blocks.{i}" if down else f"up_blocks.{top - i}"
-        before = net.widths[max(i - 1, 0)] if down else net.widths[min(i + 1, top)]
-        step = 2 if i in net.levels else 1
-        for j in range(net.layers + (0 if down else 1)):
-            own = _resnet(j == 0 and before != width, modulated)
-            moves += under(f"levels.{i}.{j * step}.", f"{theirs}.resnets.{j}.", own)
-            if i in net.levels:
-                own = _attention(width, modulated)
-                moves += under(f"levels.{i}.{j * step + 1}.", f"{theirs}.attentions.{j}.", own)
-        if down and i < top:
-            moves += layer(f"downs.{i}.conv", f"{theirs}.downsamplers.0.conv")
-        elif not down and i:
-            moves += layer(f"ups.{i - 1}.conv", f"{theirs}.upsamplers.0.conv")
-    return moves
+        hf = f"down_blocks.{i}" if is_encoder else f"up_blocks.{top - i}"
+        previous_width = net.widths[max(i - 1, 0)] if is_encoder else net.widths[min(i + 1, top)]
+        stride = 2 if i in net.attention_levels else 1
+        for j in range(net.layers + (0 if is_encoder else 1)):
+            block_rules = _build_resnet_rules(j == 0 and previous_width != width, modulated)
+            rules += add_prefix(f"levels.{i}.{j * stride}.", f"{hf}.resnets.{j}.", block_rules)
+            if i in net.attention_levels:
+                block_rules = _build_attention_rules(width, modulated)
+                rules += add_prefix(f"levels.{i}.{j * stride + 1}.", f"{hf}.attentions.{j}.", block_rules)
+        if is_encoder and i < top:
+            rules += rename_layer(f"downs.{i}.conv", f"{hf}.downsamplers.0.conv")
+        elif not is_encoder and i:
+            rules += rename_layer(f"ups.{i - 1}.conv", f"{hf}.upsamplers.0.conv")
+    return rules
 
 
-def _norm(ours: str, theirs: str, modulated: bool) -> list[Move]:
+def _build_norm_rules(native: str, hf: str, modulated: bool) -> list[TensorRule]:
     if not modulated:
-        return layer(ours, theirs)
+        return rename_layer(native, hf)
     parts = {"norm": "norm_layer", "scale": "conv_y", "shift": "conv_b"}
-    return [move for own, other in parts.items() for move in layer(f"{ours}.{own}", f"{theirs}.{other}")]
+    return [move for part, hf_part in parts.items() for move in rename_layer(f"{native}.{part}", f"{hf}.{hf_part}")]
 
 
-def _resnet(shortcut: bool, modulated: bool) -> list[Move]:
-    moves = [*layer("conv1", "conv1"), *layer("conv2", "conv2")]
-    moves += [*_norm("norm1", "norm1", modulated), *_norm("norm2", "norm2", modulated)]
-    return moves + layer("shortcut", "conv_shortcut") if shortcut else moves
+def _build_resnet_rules(shortcut: bool, modulated: bool) -> list[TensorRule]:
+    rules = [*rename_layer("conv1", "conv1"), *rename_layer("conv2", "conv2")]
+    rules += [*_build_norm_rules("norm1", "norm1", modulated), *_build_norm_rules("norm2", "norm2", modulated)]
+    return rules + rename_layer("shortcut", "conv_shortcut") if shortcut else rules
 
 
-def _attention(width: int, modulated: bool) -> list[Move]:
+def _build_attention_rules(width: int, modulated: bool) -> list[TensorRule]:
     return [
-        *_norm("norm", "spatial_norm" if modulated else "group_norm", modulated),
+        *_build_norm_rules("norm", "spatial_norm" if modulated else "group_norm", modulated),
         *fuse_layer("op.qkv", ["to_q", "to_k", "to_v"], [width] * 3),
-        *layer("op.out", "to_out.0"),
+        *rename_layer("op.out", "to_out.0"),
     ]
 
 
 AUTOENCODER_KL, VQ_MODEL = (
-    Family(
+    CheckpointFamily(
         name,
         Codec,
         read,
         write,
-        round_trip(read, write, _chosen),
-        _moves,
-        key="_class_name",
-        stem="diffusion_pytorch_model",
-        older=OLDER,
+        build_round_trip_check(read, write, _normalize_config),
+        _build_rules,
+        config_key="_class_name",
+        weights_stem="diffusion_pytorch_model",
+        legacy_names=LEGACY_NAMES,
     )
     for name, read, write in [("AutoencoderKL", _read_kl, _write_kl), ("VQModel", _read_vq, _write_vq)]
 )
+FAMILIES.register("AutoencoderKL", AUTOENCODER_KL)
+FAMILIES.register("VQModel", VQ_MODEL)

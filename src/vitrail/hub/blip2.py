@@ -1,30 +1,36 @@
-"""BLIP-2 in transformers' layout: a ViT, whose every token a Q-Former looks at, a projection, and a decoder. Or, after
-the first stage, words beside the Q-Former's queries, and heads that compare and match."""
+"""BLIP-2 of transformers: a ViT, a Q-Former over all its tokens, a projection and a decoder.
+
+Also its first stage (`Blip2ForImageTextRetrieval`): a Q-Former that takes text, with contrastive and matching heads.
+"""
 
 from typing import Any
 
 from vitrail.connectors import QFormerConfig
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.hub.encoders import patch_moves
-from vitrail.hub.family import Family, round_trip
-from vitrail.hub.habit import Habit
-from vitrail.hub.llava import WORDS, family_of, named, part, whole_spelt
-from vitrail.hub.maps import Move, fuse_layer, layer, rename, under, view
+from vitrail.hub.chat_config import ChatConfig
+from vitrail.hub.checkpoint_family import CheckpointFamily, build_round_trip_check, fill_defaults
+from vitrail.hub.encoder_families import build_patch_embed_rules
+from vitrail.hub.llava import LANGUAGE_MODELS, find_part_family, normalize_llava_config, read_part, write_part
 from vitrail.hub.opt import OPT
-from vitrail.hub.towers_vl import activation_name, activation_of, one_size, tower_row, whole
-from vitrail.models.qformer import TextQFormer, TextQFormerConfig
+from vitrail.hub.plain_vit import read_plain_vit
+from vitrail.hub.tensor_rules import TensorRule, add_prefix, fuse_layer, rename, rename_layer, view
+from vitrail.hub.vlm_towers import (
+    build_tower_family,
+    to_hf_activation,
+)
+from vitrail.models.text_qformer import TextQFormer, TextQFormerConfig
 from vitrail.models.vlm import VLM, VLMConfig
-from vitrail.nn import AttentionConfig, BlockConfig, PlainConfig
-from vitrail.processing import processors
-from vitrail.processing.images import NORMS
-from vitrail.processing.resolution import Naive
-from vitrail.stream import Rules
+from vitrail.processing import image_processors
+from vitrail.processing.image_loading import NORMALIZATIONS
+from vitrail.processing.resolution_policies import NaivePolicy
+from vitrail.registry import FAMILIES
+from vitrail.stream import StreamRules
 
-About = dict[str, Any]
+HFConfig = dict[str, Any]
 
-# What transformers takes for granted where a config.json leaves it out.
-TOWER: About = {
+# Defaults of transformers for keys that a config.json leaves out.
+VISION_DEFAULTS: HFConfig = {
     "hidden_size": 1408,
     "intermediate_size": 6144,
     "num_hidden_layers": 39,
@@ -35,7 +41,17 @@ TOWER: About = {
     "layer_norm_eps": 1e-6,
     "qkv_bias": True,
 }
-QUERIES: About = {
+BLIP_VISION_DEFAULTS: HFConfig = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 384,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+QFORMER_DEFAULTS: HFConfig = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
@@ -47,262 +63,270 @@ QUERIES: About = {
     "vocab_size": 30522,
     "max_position_embeddings": 512,
 }
-DECODERS = {OPT.name: OPT, **WORDS}
+LANGUAGE_MODELS_WITH_OPT = {OPT.name: OPT, **LANGUAGE_MODELS}
 
 # ---- tower ------------------------------------------------------------------------------------------------------
 
 
-def _read_tower(about: About) -> ViTConfig:
-    about = whole(about, TOWER)
-    block = BlockConfig(
-        width=about["hidden_size"],
-        attention=AttentionConfig(heads=about["num_attention_heads"], bias="all" if about["qkv_bias"] else "out"),
-        mlp=PlainConfig(hidden=about["intermediate_size"], activation=activation_of(about)),
-        eps=about["layer_norm_eps"],
-    )
-    return ViTConfig(
-        layers=about["num_hidden_layers"],
-        block=block,
-        image=one_size(about, "image_size"),
-        patch=one_size(about, "patch_size"),
-        cls=True,
-        positions="cls_and_patches",
-    )
+def _read_tower(hf_config: HFConfig) -> ViTConfig:
+    return read_plain_vit(fill_defaults(hf_config, VISION_DEFAULTS))
 
 
-def _write_tower(config: ViTConfig) -> About:
+def _read_blip_tower(hf_config: HFConfig) -> ViTConfig:
+    return read_plain_vit({**fill_defaults(hf_config, BLIP_VISION_DEFAULTS), "qkv_bias": True})
+
+
+def _write_tower(config: ViTConfig) -> HFConfig:
     block = config.block
     return {
         "architectures": ["Blip2VisionModel"],
         "hidden_size": block.width,
-        "intermediate_size": block.mlp.hidden,
+        "intermediate_size": block.mlp.intermediate_size,
         "num_hidden_layers": config.layers,
         "num_attention_heads": block.attention.heads,
-        "image_size": config.image,
-        "patch_size": config.patch,
-        "hidden_act": activation_name(block.mlp.activation),
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "hidden_act": to_hf_activation(block.mlp.activation),
         "layer_norm_eps": block.eps,
         "qkv_bias": block.attention.bias == "all",
     }
 
 
-def _tower_moves(config: ViTConfig) -> list[Move]:
-    W, rows = config.block.width, 1 + config.side**2
-    moves = [
+def _write_blip_tower(config: ViTConfig) -> HFConfig:
+    hf_config = {**_write_tower(config), "architectures": ["BlipVisionModel"]}
+    return {key: value for key, value in hf_config.items() if key != "qkv_bias"}
+
+
+def _build_tower_rules(config: ViTConfig) -> list[TensorRule]:
+    W, rows = config.block.width, 1 + config.grid_size**2
+    rules = [
         view("cls", "embeddings.class_embedding", (W,), (1, 1, W)),
-        *patch_moves(config, "embeddings.patch_embedding"),
+        *build_patch_embed_rules(config, "embeddings.patch_embedding"),
         view("positions.table", "embeddings.position_embedding", (rows, W), (1, rows, W)),
-        *layer("norm_last", "post_layernorm"),
+        *rename_layer("norm_last", "post_layernorm"),
     ]
     block = [
-        *layer("branches.self.norm", "layer_norm1"),
-        *layer("branches.self.op.qkv", "self_attn.qkv", config.block.attention.bias == "all"),
-        *layer("branches.self.op.out", "self_attn.projection"),
-        *layer("branches.mlp.norm", "layer_norm2"),
-        *layer("branches.mlp.op.up", "mlp.fc1"),
-        *layer("branches.mlp.op.down", "mlp.fc2"),
+        *rename_layer("branches.self.norm", "layer_norm1"),
+        *rename_layer("branches.self.op.qkv", "self_attn.qkv", config.block.attention.bias == "all"),
+        *rename_layer("branches.self.op.out", "self_attn.projection"),
+        *rename_layer("branches.mlp.norm", "layer_norm2"),
+        *rename_layer("branches.mlp.op.up", "mlp.fc1"),
+        *rename_layer("branches.mlp.op.down", "mlp.fc2"),
     ]
     for i in range(config.layers):
-        moves += under(f"blocks.{i}.", f"encoder.layers.{i}.", block)
-    return moves
+        rules += add_prefix(f"blocks.{i}.", f"encoder.layers.{i}.", block)
+    return rules
 
 
-BLIP2_TOWER = tower_row("blip_2_vision_model", ViT, _read_tower, _write_tower, _tower_moves)
+BLIP2_TOWER = build_tower_family(
+    "blip_2_vision_model", ViT, _read_tower, _write_tower, _build_tower_rules, VISION_DEFAULTS
+)
+
+BLIP_TOWER = build_tower_family(
+    "blip_vision_model", ViT, _read_blip_tower, _write_blip_tower, _build_tower_rules, BLIP_VISION_DEFAULTS
+)
 
 # ---- Q-Former ---------------------------------------------------------------------------------------------------
 
 
-def _read_queries(about: About, reads: int, gives: int) -> QFormerConfig:
-    own = whole(about.get("qformer_config") or {}, QUERIES)
-    if own["hidden_act"] != "gelu":
-        raise CheckpointError(f"qformer_config.hidden_act is {own['hidden_act']!r}: a Q-Former has gelu")
+def _read_qformer(hf_config: HFConfig, in_features: int, out_features: int) -> QFormerConfig:
+    settings = fill_defaults(hf_config.get("qformer_config") or {}, QFORMER_DEFAULTS)
+    if settings["hidden_act"] != "gelu":
+        raise CheckpointError(f"qformer_config.hidden_act is {settings['hidden_act']!r}: only gelu is supported")
     return QFormerConfig(
-        reads=reads,
-        gives=gives,
-        queries=about.get("num_query_tokens", 32),
-        layers=own["num_hidden_layers"],
-        every=own["cross_attention_frequency"],
-        width=own["hidden_size"],
-        heads=own["num_attention_heads"],
-        hidden=own["intermediate_size"],
-        text=own["use_qformer_text_input"],
-        eps=own["layer_norm_eps"],
+        in_features=in_features,
+        out_features=out_features,
+        num_queries=hf_config.get("num_query_tokens", 32),
+        layers=settings["num_hidden_layers"],
+        cross_attention_frequency=settings["cross_attention_frequency"],
+        width=settings["hidden_size"],
+        heads=settings["num_attention_heads"],
+        intermediate_size=settings["intermediate_size"],
+        use_text=settings["use_qformer_text_input"],
+        eps=settings["layer_norm_eps"],
     )
 
 
-def _write_queries(config: QFormerConfig) -> About:
+def _write_qformer(config: QFormerConfig) -> HFConfig:
     return {
         "model_type": "blip_2_qformer",
         "hidden_size": config.width,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
-        "intermediate_size": config.hidden,
-        "encoder_hidden_size": config.reads,
-        "cross_attention_frequency": config.every,
-        "use_qformer_text_input": config.text,
+        "intermediate_size": config.intermediate_size,
+        "encoder_hidden_size": config.in_features,
+        "cross_attention_frequency": config.cross_attention_frequency,
+        "use_qformer_text_input": config.use_text,
         "layer_norm_eps": config.eps,
     }
 
 
-def qformer_moves(config: QFormerConfig) -> list[Move]:
-    """Of what looks: not of the queries, nor of the projection."""
-    moves = layer("norm", "layernorm")
+def build_qformer_rules(config: QFormerConfig) -> list[TensorRule]:
+    """Build the tensor rules of a Q-Former's layers, without its queries and its projection."""
+    rules = rename_layer("norm", "layernorm")
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}.block.branches", f"encoder.layer.{i}"
-        moves += _looking_moves(f"{ours}.self", f"{theirs}.attention", config.width, cross=False)
-        if i % config.every == 0:
-            moves += _looking_moves(f"{ours}.cross", f"{theirs}.crossattention", config.width, cross=True)
-        moves += _mlp_moves(f"{ours}.mlp", f"{theirs}.intermediate_query", f"{theirs}.output_query")
-        if config.text:
-            moves += _mlp_moves(f"layers.{i}.words", f"{theirs}.intermediate", f"{theirs}.output")
-    return moves
+        native, hf = f"layers.{i}.block.branches", f"encoder.layer.{i}"
+        rules += _build_attention_rules(f"{native}.self", f"{hf}.attention", config.width, cross=False)
+        if i % config.cross_attention_frequency == 0:
+            rules += _build_attention_rules(f"{native}.cross", f"{hf}.crossattention", config.width, cross=True)
+        rules += _build_mlp_rules(f"{native}.mlp", f"{hf}.intermediate_query", f"{hf}.output_query")
+        if config.use_text:
+            rules += _build_mlp_rules(f"layers.{i}.text_mlp", f"{hf}.intermediate", f"{hf}.output")
+    return rules
 
 
-def _looking_moves(ours: str, theirs: str, width: int, *, cross: bool) -> list[Move]:
-    q, *kv = [f"{theirs}.attention.{name}" for name in ("query", "key", "value")]
+def _build_attention_rules(native: str, hf: str, width: int, *, cross: bool) -> list[TensorRule]:
+    q, *kv = [f"{hf}.attention.{name}" for name in ("query", "key", "value")]
     if cross:
-        moves = layer(f"{ours}.op.q", q) + fuse_layer(f"{ours}.op.kv", kv, [width] * 2)
+        rules = rename_layer(f"{native}.op.q", q) + fuse_layer(f"{native}.op.kv", kv, [width] * 2)
     else:
-        moves = fuse_layer(f"{ours}.op.qkv", [q, *kv], [width] * 3)
-    out = layer(f"{ours}.op.out", f"{theirs}.output.dense")
-    return moves + out + layer(f"{ours}.norm", f"{theirs}.output.LayerNorm")
+        rules = fuse_layer(f"{native}.op.qkv", [q, *kv], [width] * 3)
+    out = rename_layer(f"{native}.op.out", f"{hf}.output.dense")
+    return rules + out + rename_layer(f"{native}.norm", f"{hf}.output.LayerNorm")
 
 
-def _mlp_moves(ours: str, up: str, down: str) -> list[Move]:
-    moves = layer(f"{ours}.op.up", f"{up}.dense") + layer(f"{ours}.op.down", f"{down}.dense")
-    return moves + layer(f"{ours}.norm", f"{down}.LayerNorm")
+def _build_mlp_rules(native: str, up: str, down: str) -> list[TensorRule]:
+    rules = rename_layer(f"{native}.op.up", f"{up}.dense") + rename_layer(f"{native}.op.down", f"{down}.dense")
+    return rules + rename_layer(f"{native}.norm", f"{down}.LayerNorm")
 
 
-def _eye_moves(tower: ViTConfig, queries: QFormerConfig, name: str) -> list[Move]:
-    """Of the tower, the queries, and what looks."""
-    size = (queries.queries, queries.width)
+def _build_vision_rules(tower: ViTConfig, queries: QFormerConfig, prefix: str) -> list[TensorRule]:
+    """Build the tensor rules of the tower, the queries and the Q-Former."""
+    size = (queries.num_queries, queries.width)
     return [
-        *under("tower.", "vision_model.", _tower_moves(tower)),
-        view(f"{name}.queries", "query_tokens", size, (1, *size)),
-        *under(f"{name}.", "qformer.", qformer_moves(queries)),
+        *add_prefix("tower.", "vision_model.", _build_tower_rules(tower)),
+        view(f"{prefix}.queries", "query_tokens", size, (1, *size)),
+        *add_prefix(f"{prefix}.", "qformer.", build_qformer_rules(queries)),
     ]
 
 
-# ---- the whole --------------------------------------------------------------------------------------------------
+# ---- vision-language model --------------------------------------------------------------------------------------
 
 
-def _read(about: About) -> VLMConfig:
-    words = (about.get("text_config") or {}).get("model_type") or "opt"
-    if words == "t5":
+def _read_config(hf_config: HFConfig) -> VLMConfig:
+    language_model = (hf_config.get("text_config") or {}).get("model_type") or "opt"
+    if language_model == "t5":
         raise CheckpointError(
-            "text_config.model_type is 't5': FLAN-T5 reads the picture in an encoder, and only decoders are built",
-            f"use a BLIP-2 whose language model is one of {', '.join(DECODERS)}, such as OPT",
+            "text_config.model_type is 't5': encoder-decoder language models are not supported",
+            f"use a BLIP-2 with one of the language models {', '.join(LANGUAGE_MODELS_WITH_OPT)}",
         )
-    tower = _read_tower(about.get("vision_config") or {})
-    _, decoder = part(about, "text_config", DECODERS, "opt")
-    image = about.get("image_token_index", about.get("image_token_id"))
+    tower = _read_tower(hf_config.get("vision_config") or {})
+    _, decoder = read_part(hf_config, "text_config", LANGUAGE_MODELS_WITH_OPT, "opt")
+    image = hf_config.get("image_token_index", hf_config.get("image_token_id"))
     if image is None:
         raise CheckpointError(
-            "image_token_index is missing: older files do not say which id stands for a picture",
-            "add it to config.json, or fetch the file again (OPT: 50265)",
+            "image_token_index is missing, as in older files",
+            "add it to config.json (OPT: 50265)",
         )
     return VLMConfig(
         tower=tower,
-        connector=_read_queries(about, tower.block.width, decoder.block.width),
+        connector=_read_qformer(hf_config, tower.block.width, decoder.block.width),
         decoder=decoder,
-        policy=Naive(size=tower.image, patch=tower.patch, unread=tower.image % tower.patch),
-        mean=NORMS["clip"].mean,
-        std=NORMS["clip"].std,
-        prefix=True,
-        rules=Rules(fill=image),
+        policy=NaivePolicy(
+            image_size=tower.image_size, patch_size=tower.patch_size, unread_pixels=tower.image_size % tower.patch_size
+        ),
+        mean=NORMALIZATIONS["clip"].mean,
+        std=NORMALIZATIONS["clip"].std,
+        keep_prefix_tokens=True,
+        rules=StreamRules(fill_id=image),
     )
 
 
-def _write(config: VLMConfig) -> About:
+def _write_config(config: VLMConfig) -> HFConfig:
     if not isinstance(config.tower, ViTConfig) or not isinstance(config.connector, QFormerConfig):
-        raise ConfigError("BLIP-2 is a ViT and a Q-Former")
+        raise ConfigError("BLIP-2 needs a ViT and a Q-Former")
     return {
         "architectures": ["Blip2ForConditionalGeneration"],
-        "vision_config": named(BLIP2_TOWER, config.tower),
-        "qformer_config": _write_queries(config.connector),
-        "text_config": named(family_of(config.decoder, DECODERS), config.decoder),
-        "num_query_tokens": config.connector.queries,
-        "image_token_index": config.rules.fill,
-        "tie_word_embeddings": config.decoder.tied,
+        "vision_config": write_part(BLIP2_TOWER, config.tower),
+        "qformer_config": _write_qformer(config.connector),
+        "text_config": write_part(find_part_family(config.decoder, LANGUAGE_MODELS_WITH_OPT), config.decoder),
+        "num_query_tokens": config.connector.num_queries,
+        "image_token_index": config.rules.fill_id,
+        "tie_word_embeddings": config.decoder.tie_word_embeddings,
         "use_decoder_only_language_model": True,
     }
 
 
-def _moves(config: VLMConfig) -> list[Move]:
-    queries, words = config.connector, family_of(config.decoder, DECODERS)
+def _build_rules(config: VLMConfig) -> list[TensorRule]:
+    queries, language_model = config.connector, find_part_family(config.decoder, LANGUAGE_MODELS_WITH_OPT)
     assert isinstance(config.tower, ViTConfig) and isinstance(queries, QFormerConfig)
     return [
-        *_eye_moves(config.tower, queries, "connector"),
-        *layer("connector.project", "language_projection"),
-        *under("decoder.", "language_model.", words.moves(config.decoder)),
+        *_build_vision_rules(config.tower, queries, "connector"),
+        *rename_layer("connector.project", "language_projection"),
+        *add_prefix("decoder.", "language_model.", language_model.tensor_rules(config.decoder)),
     ]
 
 
-COPIES = (("language_model.lm_head.weight", "language_model.model.decoder.embed_tokens.weight"),)
-BLIP2 = Family(
+DUPLICATE_TENSORS = (("language_model.lm_head.weight", "language_model.model.decoder.embed_tokens.weight"),)
+BLIP2 = CheckpointFamily(
     "blip-2",
     VLM,
-    _read,
-    _write,
-    round_trip(_read, _write, whole_spelt, processors.BLIP),
-    _moves,
-    copies=COPIES,
-    pictures=processors.BLIP,
-    habit=Habit(
+    _read_config,
+    _write_config,
+    build_round_trip_check(_read_config, _write_config, normalize_llava_config, image_processors.BLIP),
+    _build_rules,
+    duplicate_tensors=DUPLICATE_TENSORS,
+    image_processor=image_processors.BLIP,
+    chat_config=ChatConfig(
         "Blip2Processor",
         "blip-2",
-        fields=lambda config, words: {"num_query_tokens": config.connector.queries},
-        fixed="<image>",
-        chats=False,
+        processor_fields=lambda config, _vision_tokens: {"num_query_tokens": config.connector.num_queries},
+        fixed_image_token="<image>",
+        takes_chat_template=False,
     ),
+    part_defaults={"vision_config": VISION_DEFAULTS, "qformer_config": QFORMER_DEFAULTS},
 )
 
-# ---- after the first stage --------------------------------------------------------------------------------------
+# ---- first stage ------------------------------------------------------------------------------------------------
 
 
-def _read_text(about: About) -> TextQFormerConfig:
-    tower = _read_tower(about.get("vision_config") or {})
-    words = whole(about.get("qformer_config") or {}, QUERIES)
+def _read_text(hf_config: HFConfig) -> TextQFormerConfig:
+    tower = _read_tower(hf_config.get("vision_config") or {})
+    settings = fill_defaults(hf_config.get("qformer_config") or {}, QFORMER_DEFAULTS)
     return TextQFormerConfig(
         tower=tower,
-        qformer=_read_queries(about, tower.block.width, about.get("image_text_hidden_size", 256)),
-        vocab=words["vocab_size"],
-        context=words["max_position_embeddings"],
-        prefix=True,
-        log_scale=None,  # which is not kept, nor is the head that writes
+        qformer=_read_qformer(hf_config, tower.block.width, hf_config.get("image_text_hidden_size", 256)),
+        vocab_size=settings["vocab_size"],
+        context_length=settings["max_position_embeddings"],
+        keep_prefix_tokens=True,
+        log_scale=None,  # not stored, nor is the text generation head
     )
 
 
-def _write_text(config: TextQFormerConfig) -> About:
-    words = {"vocab_size": config.vocab, "max_position_embeddings": config.context}
+def _write_text(config: TextQFormerConfig) -> HFConfig:
+    text_settings = {"vocab_size": config.vocab_size, "max_position_embeddings": config.context_length}
     return {
         "architectures": ["Blip2ForImageTextRetrieval"],
         "model_type": "blip-2",
-        "vision_config": named(BLIP2_TOWER, config.tower),
-        "qformer_config": _write_queries(config.qformer) | words,
-        "num_query_tokens": config.qformer.queries,
-        "image_text_hidden_size": config.qformer.gives,
+        "vision_config": write_part(BLIP2_TOWER, config.tower),
+        "qformer_config": _write_qformer(config.qformer) | text_settings,
+        "num_query_tokens": config.qformer.num_queries,
+        "image_text_hidden_size": config.qformer.out_features,
         "image_token_index": None,
     }
 
 
-def _text_moves(config: TextQFormerConfig) -> list[Move]:
+def _build_text_rules(config: TextQFormerConfig) -> list[TensorRule]:
     return [
-        *_eye_moves(config.tower, config.qformer, "qformer"),
+        *_build_vision_rules(config.tower, config.qformer, "qformer"),
         rename("embed.weight", "embeddings.word_embeddings.weight"),
         rename("positions", "embeddings.position_embeddings.weight"),
-        *layer("qformer.project", "vision_projection"),
-        *layer("text_projection", "text_projection"),
-        *layer("matcher", "itm_head"),
+        *rename_layer("qformer.project", "vision_projection"),
+        *rename_layer("text_projection", "text_projection"),
+        *rename_layer("matcher", "itm_head"),
     ]
 
 
-BLIP2_TEXT = Family(
+BLIP2_TEXT = CheckpointFamily(
     "Blip2ForImageTextRetrieval",
     TextQFormer,
     _read_text,
     _write_text,
-    round_trip(_read_text, _write_text),
-    _text_moves,
-    key="architectures",
+    build_round_trip_check(_read_text, _write_text),
+    _build_text_rules,
+    config_key="architectures",
 )
+FAMILIES.register("blip_2_vision_model", BLIP2_TOWER)
+FAMILIES.register("blip_vision_model", BLIP_TOWER)
+FAMILIES.register("blip-2", BLIP2)
+FAMILIES.register("Blip2ForImageTextRetrieval", BLIP2_TEXT)

@@ -1,161 +1,191 @@
-"""DeepSeek-VL in transformers' layout: SigLIP, alone or beside Segment Anything's tower, an MLP, a Llama."""
+"""DeepSeek-VL of transformers: SigLIP, alone or with the tower of Segment Anything, an MLP and a Llama."""
 
 from typing import Any
 
 from vitrail.connectors import ProjectorConfig
-from vitrail.encoders.hybrid import HybridConfig
+from vitrail.encoders.hybrid_tower import HybridTowerConfig
+from vitrail.encoders.multi_tower import TowerConfig
 from vitrail.encoders.sam import SAMConfig
-from vitrail.encoders.towers import TowerConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.hub.family import Family, round_trip
-from vitrail.hub.habit import Habit, Words
-from vitrail.hub.llava import TOWERS, WORDS, family_of, named, part, whole_spelt
-from vitrail.hub.maps import Move, layer, rename, under
-from vitrail.hub.towers_vl import TOWERS_VL, neck_moves
+from vitrail.hub.chat_config import ChatConfig, VisionTokens
+from vitrail.hub.checkpoint_family import CheckpointFamily, build_round_trip_check
+from vitrail.hub.llava import (
+    LANGUAGE_MODELS,
+    VISION_TOWERS,
+    find_part_family,
+    normalize_llava_config,
+    read_part,
+    write_part,
+)
+from vitrail.hub.tensor_rules import TensorRule, add_prefix, rename, rename_layer
+from vitrail.hub.vlm_towers import SAM_VISION, build_neck_rules
 from vitrail.models.vlm import VLM, VLMConfig
-from vitrail.processing import processors
-from vitrail.processing.images import NORMS
-from vitrail.processing.resolution import Framed
-from vitrail.stream import Rules
+from vitrail.processing import image_processors
+from vitrail.processing.image_loading import NORMALIZATIONS
+from vitrail.processing.resolution_policies import FramedPolicy
+from vitrail.registry import FAMILIES
+from vitrail.stream import StreamRules
 
-About = dict[str, Any]
+HFConfig = dict[str, Any]
 
-COARSE = {"siglip_vision_model": TOWERS["siglip_vision_model"]}
-FINE = {row.name: row for row in TOWERS_VL if row.name == "sam_vision_model"}
-LEAST = 14  # pixels that a thin picture keeps, unless its processor says another number
-
-
-def _words(about: About) -> dict[str, Any]:
-    """What both are told of the decoder and of words; the whole's word on tied embeddings goes first."""
-    _, decoder = part(about, "text_config", WORDS, "llama")
-    tied = about.get("tie_word_embeddings", decoder.tied)
-    return {"decoder": decoder.with_(tied=tied), "rules": Rules(fill=about.get("image_token_id", 100_015))}
+COARSE_TOWERS = {"siglip_vision_model": VISION_TOWERS["siglip_vision_model"]}
+FINE_TOWERS = {SAM_VISION.name: SAM_VISION}
+MIN_IMAGE_SIZE = 14  # default minimum size of an image's short side, in pixels
 
 
-def _policy(tower: ViTConfig, **more: Any) -> Framed:
-    """As DeepSeek-VL's pictures are prepared where no file says how."""
-    framed = Framed(size=tower.image, patch=tower.patch, unread=tower.image % tower.patch, least=1, **more)
-    return framed.with_(least=min(LEAST, framed.side))
-
-
-def _read(about: About) -> VLMConfig:
-    _, tower = part(about, "vision_config", COARSE, "siglip_vision_model")
-    words, norm = _words(about), NORMS["half"]
-    return VLMConfig(
-        tower=tower,
-        connector=ProjectorConfig(reads=tower.block.width, gives=words["decoder"].block.width),
-        policy=_policy(tower),
-        mean=norm.mean,
-        std=norm.std,
-        **words,
-    )
-
-
-def _read_hybrid(about: About) -> VLMConfig:
-    _, low = part(about, "vision_config", COARSE, "siglip_vision_model")
-    _, high = part(about, "high_res_vision_config", FINE, "sam_vision_model")
-    words, norm = _words(about), NORMS["clip"]
-    tower = HybridConfig(low=TowerConfig(vit=low), high=high, mean=norm.mean, std=norm.std)
-    apart = (tower.fine, low.block.width)
-    return VLMConfig(
-        tower=tower,
-        connector=ProjectorConfig(reads=tower.width, gives=words["decoder"].block.width, apart=apart),
-        policy=_policy(low, fine=tower.image, fill=processors.fill_of(norm.mean)),
-        mean=(0.0,) * 3,  # each tower has its own
-        std=(1.0,) * 3,
-        **words,
-    )
-
-
-def _both(config: VLMConfig, tower: ViTConfig) -> About:
+def _read_language_model(hf_config: HFConfig) -> dict[str, Any]:
+    """Read the decoder and the stream rules. The top-level tie_word_embeddings takes precedence."""
+    _, decoder = read_part(hf_config, "text_config", LANGUAGE_MODELS, "llama")
+    tied = hf_config.get("tie_word_embeddings", decoder.tie_word_embeddings)
     return {
-        "vision_config": named(family_of(tower, COARSE), tower),
-        "text_config": named(family_of(config.decoder, WORDS), config.decoder),
-        "image_token_id": config.rules.fill,
-        "tie_word_embeddings": config.decoder.tied,
+        "decoder": decoder.replace(tie_word_embeddings=tied),
+        "rules": StreamRules(fill_id=hf_config.get("image_token_id", 100_015)),
     }
 
 
-def _write(config: VLMConfig) -> About:
+def _build_policy(tower: ViTConfig, **fields: Any) -> FramedPolicy:
+    """Build the default policy for checkpoints without a preprocessor config."""
+    policy = FramedPolicy(
+        image_size=tower.image_size,
+        patch_size=tower.patch_size,
+        unread_pixels=tower.image_size % tower.patch_size,
+        min_size=1,
+        **fields,
+    )
+    return policy.replace(min_size=min(MIN_IMAGE_SIZE, policy.view_size))
+
+
+def _read_config(hf_config: HFConfig) -> VLMConfig:
+    _, tower = read_part(hf_config, "vision_config", COARSE_TOWERS, "siglip_vision_model")
+    language_settings, norm = _read_language_model(hf_config), NORMALIZATIONS["half"]
+    return VLMConfig(
+        tower=tower,
+        connector=ProjectorConfig(in_features=tower.block.width, out_features=language_settings["decoder"].block.width),
+        policy=_build_policy(tower),
+        mean=norm.mean,
+        std=norm.std,
+        **language_settings,
+    )
+
+
+def _read_hybrid(hf_config: HFConfig) -> VLMConfig:
+    _, low = read_part(hf_config, "vision_config", COARSE_TOWERS, "siglip_vision_model")
+    _, high = read_part(hf_config, "high_res_vision_config", FINE_TOWERS, "sam_vision_model")
+    language_settings, norm = _read_language_model(hf_config), NORMALIZATIONS["clip"]
+    tower = HybridTowerConfig(low=TowerConfig(vit=low), high=high, mean=norm.mean, std=norm.std)
+    split_widths = (tower.high_width, low.block.width)
+    return VLMConfig(
+        tower=tower,
+        connector=ProjectorConfig(
+            in_features=tower.width, out_features=language_settings["decoder"].block.width, split_widths=split_widths
+        ),
+        policy=_build_policy(
+            low, high_res_size=tower.image_size, fill_colour=image_processors.mean_to_fill_colour(norm.mean)
+        ),
+        mean=(0.0,) * 3,  # each tower has its own normalization
+        std=(1.0,) * 3,
+        **language_settings,
+    )
+
+
+def _write_shared(config: VLMConfig, tower: ViTConfig) -> HFConfig:
+    return {
+        "vision_config": write_part(find_part_family(tower, COARSE_TOWERS), tower),
+        "text_config": write_part(find_part_family(config.decoder, LANGUAGE_MODELS), config.decoder),
+        "image_token_id": config.rules.fill_id,
+        "tie_word_embeddings": config.decoder.tie_word_embeddings,
+    }
+
+
+def _write_config(config: VLMConfig) -> HFConfig:
     if not isinstance(config.tower, ViTConfig):
-        raise ConfigError("DeepSeek-VL without a fine tower is a ViT and a projector")
-    return {"architectures": ["DeepseekVLForConditionalGeneration"], **_both(config, config.tower)}
+        raise ConfigError("DeepSeek-VL needs a ViT and a projector")
+    return {"architectures": ["DeepseekVLForConditionalGeneration"], **_write_shared(config, config.tower)}
 
 
-def _write_hybrid(config: VLMConfig) -> About:
-    if not isinstance(config.tower, HybridConfig):
-        raise ConfigError("DeepSeek-VL of two resolutions is a hybrid tower and a projector")
+def _write_hybrid(config: VLMConfig) -> HFConfig:
+    if not isinstance(config.tower, HybridTowerConfig):
+        raise ConfigError("hybrid DeepSeek-VL needs a hybrid tower and a projector")
     high = config.tower.high
     return {
         "architectures": ["DeepseekVLHybridForConditionalGeneration"],
-        **_both(config, config.tower.low.vit),
-        "high_res_vision_config": named(family_of(high, FINE), high),
+        **_write_shared(config, config.tower.low.vit),
+        "high_res_vision_config": write_part(find_part_family(high, FINE_TOWERS), high),
     }
 
 
-def _told(config: Any, words: Words) -> About:
-    return {"num_image_tokens": config.tower.side**2}
+def _write_processor_fields(config: Any, vision_tokens: VisionTokens) -> HFConfig:
+    return {"num_image_tokens": config.tower.grid_size**2}
 
 
-# ---- names ------------------------------------------------------------------------------------------------------
+# ---- tensor rules -----------------------------------------------------------------------------------------------
 
 
-def _decoder_moves(config: VLMConfig) -> list[Move]:
-    """The language model's head stands outside of what holds it and the tower."""
-    moves = []
-    for move in family_of(config.decoder, WORDS).moves(config.decoder):
-        theirs = (name.replace("model.", "model.language_model.", 1) for name in move.theirs)
-        moves.append(move._replace(theirs=tuple(theirs)))
-    return under("decoder.", "", moves)
+def _build_decoder_rules(config: VLMConfig) -> list[TensorRule]:
+    """Build the decoder's rules. Its head is outside of the module that holds decoder and tower."""
+    rules = []
+    for rule in find_part_family(config.decoder, LANGUAGE_MODELS).tensor_rules(config.decoder):
+        hf = (name.replace("model.", "model.language_model.", 1) for name in rule.hf)
+        rules.append(rule._replace(hf=tuple(hf)))
+    return add_prefix("decoder.", "", rules)
 
 
-def _moves(config: VLMConfig) -> list[Move]:
+def _build_rules(config: VLMConfig) -> list[TensorRule]:
     return [
-        *under("tower.", "model.vision_model.", COARSE["siglip_vision_model"].moves(config.tower)),
-        *layer("connector.layers.linears.0", "model.aligner.linear1"),
-        *layer("connector.layers.linears.1", "model.aligner.linear2"),
-        *_decoder_moves(config),
+        *add_prefix("tower.", "model.vision_model.", COARSE_TOWERS["siglip_vision_model"].tensor_rules(config.tower)),
+        *rename_layer("connector.layers.linears.0", "model.aligner.linear1"),
+        *rename_layer("connector.layers.linears.1", "model.aligner.linear2"),
+        *_build_decoder_rules(config),
     ]
 
 
-def _hybrid_moves(config: VLMConfig) -> list[Move]:
+def _build_hybrid_rules(config: VLMConfig) -> list[TensorRule]:
     tower = config.tower
-    assert isinstance(tower, HybridConfig)
+    assert isinstance(tower, HybridTowerConfig)
     high: SAMConfig = tower.high
-    first = "connector.layers.linears.0.parts"
+    prefix = "connector.layers.linears.0.parts"
     return [
-        *under("tower.low.", "model.vision_model.", COARSE["siglip_vision_model"].moves(tower.low.vit)),
-        *under("tower.high.", "model.high_res_vision_model.", FINE["sam_vision_model"].moves(high)),
-        *neck_moves(high.block.width, high.gives, "tower.neck", "model.high_res_vision_neck"),
-        *layer("tower.halve1", "model.high_res_vision_proj.conv1", bias=False),
-        *layer("tower.halve2", "model.high_res_vision_proj.conv2", bias=False),
+        *add_prefix(
+            "tower.low.", "model.vision_model.", COARSE_TOWERS["siglip_vision_model"].tensor_rules(tower.low.vit)
+        ),
+        *add_prefix("tower.high.", "model.high_res_vision_model.", FINE_TOWERS["sam_vision_model"].tensor_rules(high)),
+        *build_neck_rules(high.block.width, high.out_features, "tower.neck", "model.high_res_vision_neck"),
+        *rename_layer("tower.halve1", "model.high_res_vision_proj.conv1", bias=False),
+        *rename_layer("tower.halve2", "model.high_res_vision_proj.conv2", bias=False),
         rename("tower.alpha", "model.high_res_vision_alpha"),
-        *layer(f"{first}.0", "model.aligner.high_res_vision_proj"),
-        *layer(f"{first}.1", "model.aligner.vision_proj"),
-        *layer("connector.layers.linears.1", "model.aligner.proj"),
-        *_decoder_moves(config),
+        *rename_layer(f"{prefix}.0", "model.aligner.high_res_vision_proj"),
+        *rename_layer(f"{prefix}.1", "model.aligner.vision_proj"),
+        *rename_layer("connector.layers.linears.1", "model.aligner.proj"),
+        *_build_decoder_rules(config),
     ]
 
 
-DEEPSEEK_VL = tuple(
-    Family(
+DEEPSEEK_VL, DEEPSEEK_VL_HYBRID = tuple(
+    CheckpointFamily(
         name,
         VLM,
         read,
         write,
-        round_trip(read, write, whole_spelt, shown),
+        build_round_trip_check(read, write, normalize_llava_config, default_image_size),
         moves,
-        copies=(("lm_head.weight", "model.language_model.embed_tokens.weight"),),
-        older=(("model.vision_model.", "model.vision_model.vision_model."),),  # as the released files have it
-        pictures=shown,
-        habit=Habit(processor, "deepseek-vl", fields=_told, tokens={"image_token": "image"}),
+        duplicate_tensors=(("lm_head.weight", "model.language_model.embed_tokens.weight"),),
+        legacy_names=(("model.vision_model.", "model.vision_model.vision_model."),),  # names in the released files
+        image_processor=default_image_size,
+        chat_config=ChatConfig(
+            processor,
+            "deepseek-vl",
+            processor_fields=_write_processor_fields,
+            tokenizer_tokens={"image_token": "image"},
+        ),
     )
-    for name, read, write, moves, shown, processor in [
-        ("deepseek_vl", _read, _write, _moves, processors.DEEPSEEK_VL, "DeepseekVLProcessor"),
+    for name, read, write, moves, default_image_size, processor in [
+        ("deepseek_vl", _read_config, _write_config, _build_rules, image_processors.DEEPSEEK_VL, "DeepseekVLProcessor"),
         (
-            *("deepseek_vl_hybrid", _read_hybrid, _write_hybrid, _hybrid_moves),
-            *(processors.DEEPSEEK_VL_HYBRID, "DeepseekVLHybridProcessor"),
+            *("deepseek_vl_hybrid", _read_hybrid, _write_hybrid, _build_hybrid_rules),
+            *(image_processors.DEEPSEEK_VL_HYBRID, "DeepseekVLHybridProcessor"),
         ),
     ]
 )
+FAMILIES.register("deepseek_vl", DEEPSEEK_VL)
+FAMILIES.register("deepseek_vl_hybrid", DEEPSEEK_VL_HYBRID)

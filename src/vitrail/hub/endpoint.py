@@ -1,4 +1,4 @@
-"""A text model behind an address that speaks OpenAI's wire format: llama.cpp, vLLM, Ollama and others do."""
+"""Client of a text model behind an OpenAI-compatible endpoint, such as llama.cpp, vLLM or Ollama."""
 
 import http.client
 import json
@@ -24,45 +24,47 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """What is asked is for the address that was given, and for no other that it names."""
+class _RejectRedirects(urllib.request.HTTPRedirectHandler):
+    """Reject redirects: prompts go to the given address only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> NoReturn:
-        raise VitrailError(f"{req.full_url} sends on to {newurl}", "give that address instead, if you trust it")
+        raise VitrailError(f"{req.full_url} redirects to {newurl}", "give that address instead, if you trust it")
 
 
-def endpoint(
-    url: str, model: str, *, tokens: int, temperature: float, timeout: float = 300.0
+def connect_endpoint(
+    url: str, model: str, *, max_tokens: int, temperature: float, timeout: float = 300.0
 ) -> Callable[[str, int], str]:
-    """prompt, seed → what the model at `url` (such as http://127.0.0.1:8080/v1) answers. Nothing is sent elsewhere:
-    proxies of the environment are passed by, and a server that sends on to another address is an error."""
-    address = url.rstrip("/") + "/chat/completions"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay())
+    """Return a function (prompt, seed) → answer of the model at `url`, such as http://127.0.0.1:8080/v1.
 
-    def write(prompt: str, seed: int) -> str:
-        asked = {
+    Prompts are sent nowhere else: proxies of the environment are ignored, and redirects raise an error.
+    """
+    address = url.rstrip("/") + "/chat/completions"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _RejectRedirects())
+
+    def complete(prompt: str, seed: int) -> str:
+        body = {
             "model": model,
             "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": tokens,
+            "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
         }
         try:
-            request = urllib.request.Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+            request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
             with opener.open(request, timeout=timeout) as reply:
-                found = msgspec.json.decode(reply.read(), type=_Reply)
+                parsed = msgspec.json.decode(reply.read(), type=_Reply)
         except urllib.error.HTTPError as error:
-            said = error.read(200).decode(errors="replace")
-            raise VitrailError(f"{address} answers {error.code}: {said}", "check the model's name there") from None
+            details = error.read(200).decode(errors="replace")
+            raise VitrailError(f"{address} returned HTTP {error.code}: {details}", "check the model name") from None
         except (OSError, ValueError, http.client.HTTPException, msgspec.DecodeError) as error:
             raise VitrailError(
-                f"{address} gives no answer: {error or type(error).__name__}",
-                "is a server there, and the address right?",
+                f"{address} does not answer: {error or type(error).__name__}",
+                "check the address, and that the server runs",
             ) from None
-        if not found.choices:
-            raise VitrailError(f"{address} answers with no choice", "check the server")
-        return found.choices[0].message.content or ""
+        if not parsed.choices:
+            raise VitrailError(f"{address} returned no choices", "check the server")
+        return parsed.choices[0].message.content or ""
 
-    return write
+    return complete

@@ -1,4 +1,4 @@
-"""GGUF files as decoders and tokenizers: llama, qwen2 and qwen3."""
+"""Decoders and tokenizers in GGUF files: llama, qwen2 and qwen3."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,20 +8,26 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import CheckpointError
-from vitrail.hub.gguf import GGUF
-from vitrail.hub.llama2c import pair_halves
-from vitrail.hub.vocabularies import SPLITS, Kind, Vocabulary, merged, scored
-from vitrail.nn import Rotary, RotaryConfig
-from vitrail.nn.rotary import Llama3
-from vitrail.processing.text import Tokenizer
+from vitrail.hub.gguf import GGUFFile
+from vitrail.hub.llama2c import reorder_rotary_rows
+from vitrail.hub.tokenizer_builders import (
+    PRE_TOKENIZERS,
+    PieceType,
+    Vocabulary,
+    build_byte_level_bpe,
+    build_sentencepiece_bpe,
+)
+from vitrail.nn import RotaryConfig, RotaryEmbedding
+from vitrail.nn.rotary_embedding import Llama3Scaling
+from vitrail.processing.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names in transformers
-OUTSIDE = {
+MODEL_TENSORS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-INSIDE = {
+LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -34,69 +40,71 @@ INSIDE = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-FREQUENCIES = "rope_freqs.weight"  # Llama 3's scaling, as a factor a frequency
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3 rope scaling, as one factor for each frequency
 
 
 class GGUFWeights:
-    """A GGUF file seen as a Hugging Face checkpoint: `about` is its config.json, and tensors go by those names.
+    """A GGUF file as a Hugging Face checkpoint: `hf_config` is its config.json, and tensors have those names.
 
-    Files mix types (norms in float32), so all tensors come as the embedding is stored, or as float32 if that is
-    quantised.
+    Files mix dtypes (norms in float32). All tensors get the dtype of the embedding, or float32 if that is quantized.
     """
 
     def __init__(self, path: str | Path):
-        self.file = GGUF(path)
+        self.file = GGUFFile(path)
         self.path = self.file.path
-        self.arch = self.file.need("general.architecture", str)
-        if self.arch not in ARCHITECTURES:
+        self.architecture = self.file.require_value("general.architecture", str)
+        if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"{self.path} is a {self.arch[:40]!r} model, which is not read", f"known: {', '.join(ARCHITECTURES)}"
+                f"{self.path} has the unsupported architecture {self.architecture[:40]!r}",
+                f"known: {', '.join(ARCHITECTURES)}",
             )
-        self.about = self._about()
-        theirs = {name: ours for ours, name in OUTSIDE.items()}
-        for i in range(self.about["num_hidden_layers"]):
-            for ours, name in INSIDE.items():
+        self.hf_config = self._read_hf_config()
+        hf_names = {name: hf_name for hf_name, name in MODEL_TENSORS.items()}
+        for i in range(self.hf_config["num_hidden_layers"]):
+            for hf_name, name in LAYER_TENSORS.items():
                 for part in ("weight", "bias"):
-                    theirs[f"blk.{i}.{name}.{part}"] = f"model.layers.{i}.{ours}.{part}"
-        # A name that is not known stays as it is, and is refused by whoever finds no place for it.
-        self._names = {theirs.get(name, name): name for name in self.file.entries if name != FREQUENCIES}
-        stored = self.file.entries["token_embd.weight"].quant.name
-        self.dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored, torch.float32)
+                    hf_names[f"blk.{i}.{name}.{part}"] = f"model.layers.{i}.{hf_name}.{part}"
+        # Unknown names stay unchanged and raise an error when the tensors are loaded.
+        self._names = {hf_names.get(name, name): name for name in self.file.entries if name != ROPE_FACTORS}
+        embedding_type = self.file.entries["token_embd.weight"].quantization.name
+        self.dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(embedding_type, torch.float32)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.file.read(self._names.get(name, name))
-        if self.arch == "llama":  # stored for neighbours that turn together; the Qwen files pair halves
+        tensor = self.file.read_tensor(self._names.get(name, name))
+        if self.architecture == "llama":  # stored with adjacent rotary pairs; Qwen files pair halves
             if ".q_proj." in name:
-                tensor = pair_halves(tensor, self.about["num_attention_heads"])
+                tensor = reorder_rotary_rows(tensor, self.hf_config["num_attention_heads"])
             elif ".k_proj." in name:
-                tensor = pair_halves(tensor, self.about["num_key_value_heads"])
+                tensor = reorder_rotary_rows(tensor, self.hf_config["num_key_value_heads"])
         return tensor.to(self.dtype)
 
-    def _about(self) -> dict[str, Any]:
-        """Sizes as the tensors have them; what the metadata says must agree before a model of that size is made."""
-        need, maybe, entries = self.file.need, self.file.maybe, self.file.entries
-        heads = need("{arch}.attention.head_count", int)
-        groups, layers = maybe("{arch}.attention.head_count_kv", int, heads), need("{arch}.block_count", int)
-        width = need("{arch}.embedding_length", int)
-        channels = maybe("{arch}.attention.key_length", int, width // max(heads, 1))
-        V, hidden = self._rows("token_embd.weight", width), self._rows("blk.0.ffn_gate.weight", width)
-        q, k = self._rows("blk.0.attn_q.weight", width), self._rows("blk.0.attn_k.weight", width)
+    def _read_hf_config(self) -> dict[str, Any]:
+        """Derive config.json. Sizes come from tensor shapes, and the metadata must agree with them."""
+        require, get, entries = self.file.require_value, self.file.get_value, self.file.entries
+        heads = require("{arch}.attention.head_count", int)
+        groups, layers = get("{arch}.attention.head_count_kv", int, heads), require("{arch}.block_count", int)
+        width = require("{arch}.embedding_length", int)
+        channels = get("{arch}.attention.key_length", int, width // max(heads, 1))
+        V, hidden = self._count_rows("token_embd.weight", width), self._count_rows("blk.0.ffn_gate.weight", width)
+        q, k = self._count_rows("blk.0.attn_q.weight", width), self._count_rows("blk.0.attn_k.weight", width)
         if not all(f"blk.{i}.attn_q.weight" in entries for i in {0, layers - 1}) or layers > len(entries):
-            raise CheckpointError(f"{self.path} says {layers} blocks and does not hold them", "fetch it again")
+            raise CheckpointError(
+                f"{self.path} declares {layers} blocks and does not contain them", "download it again"
+            )
         if min(heads, groups, channels) < 1 or (q, k) != (heads * channels, groups * channels) or channels % 2:
             raise CheckpointError(
-                f"{self.path} says {heads} heads, {groups} of keys, of {channels} channels, "
-                f"and its first block has {q} rows for queries and {k} for keys"
+                f"{self.path} declares {heads} heads, {groups} key heads and {channels} channels, "
+                f"but its first block has {q} query rows and {k} key rows"
             )
-        turned = maybe("{arch}.rope.dimension_count", int, channels)
-        if turned != channels:
-            raise CheckpointError(f"{self.path} turns {turned} of {channels} channels by position, which is not read")
-        theta = float(maybe("{arch}.rope.freq_base", (int, float), 10_000.0))
+        rotated = get("{arch}.rope.dimension_count", int, channels)
+        if rotated != channels:
+            raise CheckpointError(f"{self.path} rotates {rotated} of {channels} channels, which is not supported")
+        theta = float(get("{arch}.rope.freq_base", (int, float), 10_000.0))
         return {
-            "model_type": self.arch,
+            "model_type": self.architecture,
             "vocab_size": V,
             "hidden_size": width,
             "intermediate_size": hidden,
@@ -104,49 +112,52 @@ class GGUFWeights:
             "num_attention_heads": heads,
             "num_key_value_heads": groups,
             "head_dim": channels,
-            "max_position_embeddings": maybe("{arch}.context_length", int, 2048),
-            "rms_norm_eps": need("{arch}.attention.layer_norm_rms_epsilon", float),
+            "max_position_embeddings": get("{arch}.context_length", int, 2048),
+            "rms_norm_eps": require("{arch}.attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output.weight" not in entries,
             "attention_bias": "blk.0.attn_output.bias" in entries,
-            "rope_parameters": {"rope_theta": theta, **self._scaling(theta, channels)},
+            "rope_parameters": {"rope_theta": theta, **self._read_rope_scaling(theta, channels)},
         }
 
-    def _rows(self, name: str, width: int) -> int:
+    def _count_rows(self, name: str, width: int) -> int:
         entry = self.file.entries.get(name)
         if entry is None or len(entry.shape) != 2 or entry.shape[1] != width:
             shape = "missing" if entry is None else f"of shape {entry.shape}"
-            raise CheckpointError(f"{self.path}: tensor {name!r} is {shape}, and the model is {width} wide")
+            raise CheckpointError(f"{self.path}: tensor {name!r} is {shape}, but the model width is {width}")
         return entry.shape[0]
 
-    def _scaling(self, theta: float, channels: int) -> dict[str, Any]:
-        """`rope_type` and its options, as config.json has them."""
-        if FREQUENCIES in self.file.entries:
-            return self._llama3(theta, channels)
-        kind = self.file.maybe("{arch}.rope.scaling.type", str, "none")
+    def _read_rope_scaling(self, theta: float, channels: int) -> dict[str, Any]:
+        """Return `rope_type` and its options for config.json."""
+        if ROPE_FACTORS in self.file.entries:
+            return self._read_llama3_scaling(theta, channels)
+        kind = self.file.get_value("{arch}.rope.scaling.type", str, "none")
         if kind == "none":
             return {"rope_type": "default"}
         if kind not in ("linear", "yarn"):
-            raise CheckpointError(f"{self.path} scales positions by {kind[:40]!r}, which is not read")
-        scaling = {"rope_type": kind, "factor": float(self.file.need("{arch}.rope.scaling.factor", (int, float)))}
-        original = self.file.maybe("{arch}.rope.scaling.original_context_length", int)
+            raise CheckpointError(f"{self.path} has the unsupported rope scaling {kind[:40]!r}")
+        scaling = {
+            "rope_type": kind,
+            "factor": float(self.file.require_value("{arch}.rope.scaling.factor", (int, float))),
+        }
+        original = self.file.get_value("{arch}.rope.scaling.original_context_length", int)
         return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
-    def _llama3(self, theta: float, channels: int) -> dict[str, Any]:
-        """The file has the ramp's values and not its settings; those of Llama 3.1 to 3.3 are tried."""
-        table = self.file.read(FREQUENCIES)
-        scaling = Llama3(factor=float(table.max()), original_length=8192)
+    def _read_llama3_scaling(self, theta: float, channels: int) -> dict[str, Any]:
+        """Recover the settings of Llama 3 rope scaling: the file has its values only. Tries Llama 3.1 to 3.3."""
+        factors = self.file.read_tensor(ROPE_FACTORS)
+        scaling = Llama3Scaling(factor=float(factors.max()), original_length=8192)
         plain, ramp = (
-            Rotary(RotaryConfig(head_dim=channels, theta=theta, scaling=s)).frequency for s in (None, scaling)
+            RotaryEmbedding(RotaryConfig(head_dim=channels, theta=theta, scaling=s)).frequency for s in (None, scaling)
         )
-        if table.shape != plain.shape or not torch.allclose(plain / ramp, table, rtol=1e-4):
+        if factors.shape != plain.shape or not torch.allclose(plain / ramp, factors, rtol=1e-4):
             raise CheckpointError(
-                f"{self.path}: {FREQUENCIES} is not the scaling of Llama 3", "use another export of it"
+                f"{self.path}: {ROPE_FACTORS} is not the rope scaling of Llama 3", "use another export"
             )
         return {
             "rope_type": "llama3",
             "factor": scaling.factor,
-            "low_freq_factor": scaling.low,
-            "high_freq_factor": scaling.high,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_length,
         }
 
@@ -155,40 +166,49 @@ class GGUFWeights:
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer inside a GGUF file: SentencePiece's (`llama`) or GPT-2's (`gpt2`)."""
-    file = GGUF(path)
-    model = file.need("tokenizer.ggml.model", str)
-    pieces = _strings(file, "tokenizer.ggml.tokens")
-    kinds = file.maybe("tokenizer.ggml.token_type", list, [Kind.NORMAL] * len(pieces))
+    """Read the tokenizer of a GGUF file: SentencePiece (`llama`) or GPT-2 (`gpt2`)."""
+    file = GGUFFile(path)
+    model = file.require_value("tokenizer.ggml.model", str)
+    pieces = _read_strings(file, "tokenizer.ggml.tokens")
+    kinds = file.get_value("tokenizer.ggml.token_type", list, [PieceType.NORMAL] * len(pieces))
     ids = {
-        role: file.maybe(f"tokenizer.ggml.{name}_token_id", int)
+        role: file.get_value(f"tokenizer.ggml.{name}_token_id", int)
         for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot"}.items()
     }
     ids = {role: id for role, id in ids.items() if id is not None}
     if len(kinds) != len(pieces) or any(not 0 <= id < len(pieces) for id in ids.values()):
-        raise CheckpointError(f"{file.path}: {len(pieces)} pieces do not fit their types or the special ids {ids}")
+        raise CheckpointError(f"{file.path}: {len(pieces)} pieces do not match their types or the special ids {ids}")
     stops = [ids.pop("eot")] if "eot" in ids else []
-    template = file.maybe("tokenizer.chat_template", str)
+    template = file.get_value("tokenizer.chat_template", str)
 
     def vocabulary(add_bos: bool) -> Vocabulary:
-        add_bos = file.maybe("tokenizer.ggml.add_bos_token", bool, add_bos)
+        add_bos = file.get_value("tokenizer.ggml.add_bos_token", bool, add_bos)
         return Vocabulary(pieces, kinds, ids, add_bos, template, stops)
 
     if model == "llama":
-        scores = file.need("tokenizer.ggml.scores", list)
+        scores = file.require_value("tokenizer.ggml.scores", list)
         if len(scores) != len(pieces):
-            raise CheckpointError(f"{file.path}: {len(scores)} scores do not fit {len(pieces)} pieces")
-        return scored(vocabulary(True), scores, prefix=file.maybe("tokenizer.ggml.add_space_prefix", bool, True))
+            raise CheckpointError(f"{file.path}: {len(scores)} scores do not match {len(pieces)} pieces")
+        return build_sentencepiece_bpe(
+            vocabulary(True), scores, add_prefix_space=file.get_value("tokenizer.ggml.add_space_prefix", bool, True)
+        )
     if model != "gpt2":
-        raise CheckpointError(f"{file.path} has a tokenizer of the kind {model[:40]!r}", "known: llama, gpt2")
-    split = file.maybe("tokenizer.ggml.pre", str, "missing")
-    if split not in SPLITS:
-        raise CheckpointError(f"{file.path} splits words as {split[:40]!r}", f"known: {', '.join(SPLITS)}")
-    return merged(vocabulary(SPLITS[split].bos), _strings(file, "tokenizer.ggml.merges"), SPLITS[split])
+        raise CheckpointError(f"{file.path} has the unsupported tokenizer {model[:40]!r}", "known: llama, gpt2")
+    pre_tokenizer = file.get_value("tokenizer.ggml.pre", str, "missing")
+    if pre_tokenizer not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{file.path} has the unsupported pre-tokenizer {pre_tokenizer[:40]!r}",
+            f"known: {', '.join(PRE_TOKENIZERS)}",
+        )
+    return build_byte_level_bpe(
+        vocabulary(PRE_TOKENIZERS[pre_tokenizer].add_bos),
+        _read_strings(file, "tokenizer.ggml.merges"),
+        PRE_TOKENIZERS[pre_tokenizer],
+    )
 
 
-def _strings(file: GGUF, key: str) -> Sequence[str]:
-    found = file.need(key, list)
-    if not all(isinstance(one, str) for one in found):
-        raise CheckpointError(f"{file.path}: {key} is no list of strings", "fetch it again")
-    return found
+def _read_strings(file: GGUFFile, key: str) -> Sequence[str]:
+    strings = file.require_value(key, list)
+    if not all(isinstance(string, str) for string in strings):
+        raise CheckpointError(f"{file.path}: {key} is not a list of strings", "download it again")
+    return strings

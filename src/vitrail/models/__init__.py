@@ -1,1 +1,5 @@
-"""Systems as short compositions of parts."""
+"""Complete models: vision-language, contrastive, self-supervised, unified and world models."""
+
+from vitrail.lazy_imports import lazy_imports
+
+__getattr__, __dir__, __all__ = lazy_imports(__name__, __file__)

@@ -1,6 +1,6 @@
-"""What is where: each patch of a ViT says whether an object has its centre there, how large, what, in which colour.
+"""Object detector: each patch of a ViT predicts whether an object's center is in it, and its size, concept and colour.
 
-B pictures, N cells (patches), C concepts, K colours, M objects found
+Shapes: B images, N cells (patches), C concepts, K colours, M detections.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from vitrail.config import Config
 from vitrail.encoders.vit import ViT, ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.nn import Work, cost
+from vitrail.nn import Workload, cost
+from vitrail.registry import MODELS
 
 
 class DetectorConfig(Config):
-    """The names are part of the model: a row of its answers means nothing without them."""
+    """Config of a `Detector`. Outputs are indices into the names of concepts and colours."""
 
     image: ViTConfig
     concepts: tuple[str, ...]
@@ -23,63 +24,73 @@ class DetectorConfig(Config):
 
     def __post_init__(self) -> None:
         if len(self.concepts) < 2 or len(self.colours) < 1:
-            raise ConfigError("a detector tells at least two concepts apart", "name them in `concepts`")
-        if self.image.prefix or self.image.pool != "none":
-            raise ConfigError("a detector's tower has patches alone", "leave out cls, registers and pool")
+            raise ConfigError(
+                f"there are {len(self.concepts)} concepts and {len(self.colours)} colours",
+                "give at least 2 `concepts` and 1 colour",
+            )
+        if self.image.num_prefix_tokens or self.image.pool != "none":
+            raise ConfigError(
+                "image has prefix tokens or a pool", "remove cls_token, register_tokens and pool from the tower"
+            )
 
 
-class Cells(NamedTuple):
-    """What the cells say, and the grid they lie in."""
+class CellPredictions(NamedTuple):
+    """Predictions of all cells, and their grid."""
 
-    present: Tensor  # (B, N) logit of an object's centre being here
-    box: Tensor  # (B, N, 4) centre within the cell, in cells from its middle, then log of width and height in cells
+    objectness: Tensor  # (B, N) logits of an object's center in the cell
+    box: Tensor  # (B, N, 4) center offset from the middle of the cell, log width and log height, in cells
     concept: Tensor  # (B, N, C) logits
     colour: Tensor  # (B, N, K) logits
     grid: tuple[int, int]
 
 
-class Found(NamedTuple):
-    """Objects by falling score; rows past `count` are empty."""
+class Detections(NamedTuple):
+    """Detections by decreasing score; rows beyond `count` are empty."""
 
     score: Tensor  # (B, M)
-    box: Tensor  # (B, M, 4) x0 y0 x1 y1 in 0…1
+    box: Tensor  # (B, M, 4) x0 y0 x1 y1 in 0 … 1
     concept: Tensor  # (B, M)
     colour: Tensor  # (B, M)
     count: Tensor  # (B,)
 
 
-def seen(pixels: Tensor) -> Tensor:
-    """uint8 (B, 3, H, W) → the −1…1 that a detector reads"""
-    return pixels.float() / 127.5 - 1
+def normalize_images(images: Tensor) -> Tensor:
+    """Convert uint8 images (B, 3, H, W) to the detector's input in −1 … 1."""
+    return images.float() / 127.5 - 1
 
 
+@MODELS.register("detector")
 class Detector(nn.Module):
-    """pixels (B, 3, H, W) → `Cells`"""
+    """Map pixels (B, 3, H, W) to `CellPredictions`."""
+
+    Config = DetectorConfig
 
     def __init__(self, config: DetectorConfig):
         super().__init__()
         self.config = config
         self.image = ViT(config.image)
-        self.parts = 1, 4, len(config.concepts), len(config.colours)
-        self.head = nn.Linear(config.image.block.width, sum(self.parts))
+        self.output_sizes = 1, 4, len(config.concepts), len(config.colours)
+        self.head = nn.Linear(config.image.block.width, sum(self.output_sizes))
         nn.init.constant_(self.head.bias[:1], -4.0)  # most cells are empty
 
-    def forward(self, pixels: Tensor) -> Cells:
-        P = self.config.image.patch
-        present, box, concept, colour = self.head(self.image(pixels)).float().split(self.parts, dim=-1)
-        return Cells(present[..., 0], box, concept, colour, (pixels.shape[2] // P, pixels.shape[3] // P))
+    def forward(self, pixels: Tensor) -> CellPredictions:
+        P = self.config.image.patch_size
+        present, box, concept, colour = self.head(self.image(pixels)).float().split(self.output_sizes, dim=-1)
+        return CellPredictions(present[..., 0], box, concept, colour, (pixels.shape[2] // P, pixels.shape[3] // P))
 
     @torch.no_grad()
-    def find(self, pixels: Tensor, *, threshold: float = 0.5, overlap: float = 0.6, most: int = 32) -> Found:
-        """The objects of each picture. Of two whose boxes share more than `overlap`, the surer one stays."""
-        return choose(self(pixels), threshold, overlap, most)
+    def detect_objects(
+        self, pixels: Tensor, *, threshold: float = 0.5, max_iou: float = 0.6, max_detections: int = 32
+    ) -> Detections:
+        """Detect objects; of two boxes whose IoU exceeds `max_iou`, the one with the higher score is kept."""
+        return select_detections(self(pixels), threshold, max_iou, max_detections)
 
-    def work(self, batch: int = 1, size: int | None = None) -> Work:
-        return self.image.work(batch, size)
+    def workload(self, batch_size: int = 1, image_size: int | None = None) -> Workload:
+        return self.image.workload(batch_size, image_size)
 
 
-def boxes(cells: Cells) -> Tensor:
-    """(B, N, 4) x0 y0 x1 y1 in 0…1"""
+def decode_boxes(cells: CellPredictions) -> Tensor:
+    """Decode boxes (B, N, 4) as x0 y0 x1 y1 in 0 … 1."""
     h, w = cells.grid
     at = torch.arange(h * w, device=cells.box.device)
     middle = torch.stack([at % w, at // w], dim=-1) + 0.5  # (N, 2) in cells
@@ -87,23 +98,24 @@ def boxes(cells: Cells) -> Tensor:
     return torch.cat([centre - half, centre + half], dim=-1) / torch.tensor([w, h, w, h], device=at.device)
 
 
-def choose(cells: Cells, threshold: float, overlap: float, most: int) -> Found:
-    score, where = cells.present.sigmoid().topk(min(most, cells.present.shape[1]))  # (B, M)
+def select_detections(cells: CellPredictions, threshold: float, max_iou: float, max_detections: int) -> Detections:
+    """Select detections by score with non-maximum suppression."""
+    score, where = cells.objectness.sigmoid().topk(min(max_detections, cells.objectness.shape[1]))  # (B, M)
     B, M = score.shape
 
     def of(x: Tensor) -> Tensor:
         return x.gather(1, where[..., None].expand(-1, -1, x.shape[-1]))
 
-    box = of(boxes(cells))
+    box = of(decode_boxes(cells))
     concept, colour = of(cells.concept).argmax(-1), of(cells.colour).argmax(-1)
-    near = iou(box, box) > overlap  # (B, M, M)
-    kept = score > threshold
-    for m in range(1, M):  # by falling score, so that whoever could cover m is settled
-        kept[:, m] &= ~(near[:, m, :m] & kept[:, :m]).any(1)
-    order = (~kept).long().argsort(dim=1, stable=True)
-    count = kept.sum(1)
+    near = box_iou(box, box) > max_iou  # (B, M, M)
+    keep = score > threshold
+    for m in range(1, M):  # by decreasing score, so all boxes that could suppress m are decided
+        keep[:, m] &= ~(near[:, m, :m] & keep[:, :m]).any(1)
+    order = (~keep).long().argsort(dim=1, stable=True)
+    count = keep.sum(1)
     real = torch.arange(M, device=score.device) < count[:, None]
-    return Found(
+    return Detections(
         score.gather(1, order).where(real, 0),
         box.gather(1, order[..., None].expand(B, M, 4)) * real[..., None],
         concept.gather(1, order).where(real, -1),
@@ -112,8 +124,8 @@ def choose(cells: Cells, threshold: float, overlap: float, most: int) -> Found:
     )
 
 
-def iou(a: Tensor, b: Tensor) -> Tensor:
-    """(B, M, 4), (B, L, 4) → (B, M, L)"""
+def box_iou(a: Tensor, b: Tensor) -> Tensor:
+    """IoU of boxes (B, M, 4) and (B, L, 4): (B, M, L)."""
     low = torch.maximum(a[:, :, None, :2], b[:, None, :, :2])
     high = torch.minimum(a[:, :, None, 2:], b[:, None, :, 2:])
     shared = (high - low).clamp(min=0).prod(-1)
@@ -121,11 +133,11 @@ def iou(a: Tensor, b: Tensor) -> Tensor:
     return shared / (area[0][:, :, None] + area[1][:, None, :] - shared).clamp(min=1e-12)
 
 
-@cost.flops.register
-def _(module: Detector, work: Work) -> int:
-    return cost.flops(module.image, work) + cost.flops(module.head, work)
+@cost.count_flops.register
+def _(module: Detector, work: Workload) -> int:
+    return cost.count_flops(module.image, work) + cost.count_flops(module.head, work)
 
 
-@cost.bytes.register
-def _(module: Detector, work: Work) -> cost.Bytes:
-    return cost.sum_bytes(module, work)
+@cost.count_bytes.register
+def _(module: Detector, work: Workload) -> cost.MemoryBytes:
+    return cost.sum_child_bytes(module, work)

@@ -1,8 +1,8 @@
-"""What a block costs: one rule a kind, walked over the real module (the meta device will do, so size is free).
+"""FLOPs and memory of modules. One rule per module class walks over the real module, also on the meta device.
 
-`flops` counts a multiply-add as two and leaves out what is not a matrix product (norms, activations, softmax), as
-torch's own counter does. `bytes` is what the weights and the cache weigh, and what a pass must at least read.
-A kind without a rule is refused: a missing rule must not look like a free layer.
+`count_flops` counts a multiply-add as two and ignores everything but matrix products (no norms, activations, softmax),
+as torch's counter does. `count_bytes` gives the size of the weights and the cache, and the weights a pass must read.
+A module class without a rule raises an error.
 
 B batch, N tokens, H heads, G key/value heads, D head width
 """
@@ -16,181 +16,268 @@ from torch import nn
 from vitrail.config import Config
 from vitrail.errors import ConfigError
 from vitrail.nn.attention import Attention
-from vitrail.nn.block import Block, Residual
-from vitrail.nn.mlp import Experts, Gated, Plain
-from vitrail.nn.patches import PatchEmbed
-from vitrail.nn.plan import Plan
-from vitrail.nn.positions import LearnedPositions
-from vitrail.nn.rotary import Rotary
+from vitrail.nn.attention_plans import AttentionPlan
+from vitrail.nn.block import Block, ResidualBranch
+from vitrail.nn.gated_delta_net import CHUNK_LENGTH, GatedDeltaNet
+from vitrail.nn.latent_attention import LatentAttention, is_absorbed_cheaper
+from vitrail.nn.mlp import GatedMLP, MoE, PlainMLP
+from vitrail.nn.patch_embed import PatchEmbed
+from vitrail.nn.position_embedding import LearnedPositionEmbedding
+from vitrail.nn.rotary_embedding import RotaryEmbedding
 
 
-class Work(Config):
-    """One pass, as a block sees it.
+class Workload(Config):
+    """Size of one forward pass of a block.
 
-    tokens         tokens that go through
-    pairs          (query, key) pairs that see each other among the tokens and what is cached of them
-    context        tokens of the context that cross-attention projects
-    context_pairs  (query, key) pairs between tokens and context
-    held           tokens whose keys and values are kept afterwards
-    rows           sequences the tokens belong to: pictures, texts
-    asked          tokens whose logits are asked for; all unless given
+    tokens           tokens of the pass
+    attention_pairs  visible (query, key) pairs among the tokens and the cache
+    span_pairs       those of attention_pairs whose key is later than the query, in the same bidirectional span
+    context_tokens   context tokens that cross-attention projects
+    context_pairs    visible (query, key) pairs between tokens and context
+    cached_tokens    tokens whose keys and values are cached after the pass
+    sequences        sequences of the batch: images, texts
+    logit_tokens     tokens whose logits are computed; None for all
     """
 
     tokens: int
-    pairs: int
-    context: int = 0
+    attention_pairs: int
+    span_pairs: int = 0
+    context_tokens: int = 0
     context_pairs: int = 0
-    held: int = 0
-    rows: int = 1
-    asked: int | None = None
+    cached_tokens: int = 0
+    sequences: int = 1
+    logit_tokens: int | None = None
 
     @classmethod
-    def full(cls, tokens: int, batch: int = 1) -> "Work":
-        """Everything sees everything: a tower."""
-        return cls(tokens=batch * tokens, pairs=batch * tokens * tokens, rows=batch)
+    def full_attention(cls, tokens: int, batch_size: int = 1) -> "Workload":
+        """Full attention, as in a vision tower."""
+        return cls(tokens=batch_size * tokens, attention_pairs=batch_size * tokens * tokens, sequences=batch_size)
 
     @classmethod
-    def causal(cls, tokens: int, batch: int = 1) -> "Work":
-        """Every token sees its past and is asked for its logits: a training pass, forward."""
-        return cls(tokens=batch * tokens, pairs=batch * tokens * (tokens + 1) // 2, rows=batch)
+    def causal_attention(cls, tokens: int, batch_size: int = 1) -> "Workload":
+        """Causal attention with logits of all tokens: the forward pass of training."""
+        return cls(
+            tokens=batch_size * tokens, attention_pairs=batch_size * tokens * (tokens + 1) // 2, sequences=batch_size
+        )
 
     @classmethod
-    def prefill(cls, tokens: int, batch: int = 1) -> "Work":
-        """A causal pass over a prompt whose keys and values are kept, asked for the next token alone."""
-        return cls.causal(tokens, batch).with_(held=batch * tokens, asked=batch)
+    def prefill(cls, tokens: int, batch_size: int = 1) -> "Workload":
+        """Causal pass over a prompt that fills the cache and computes only the next token's logits."""
+        return cls.causal_attention(tokens, batch_size).replace(
+            cached_tokens=batch_size * tokens, logit_tokens=batch_size
+        )
 
     @classmethod
-    def decode(cls, length: int, batch: int = 1) -> "Work":
-        """One more token a row, the `length`-th: it sees all, itself included."""
-        return cls(tokens=batch, pairs=batch * length, held=batch * length, rows=batch)
+    def decode(cls, length: int, batch_size: int = 1) -> "Workload":
+        """Decode one token per row, the `length`-th, which attends to all tokens including itself."""
+        return cls(
+            tokens=batch_size,
+            attention_pairs=batch_size * length,
+            cached_tokens=batch_size * length,
+            sequences=batch_size,
+        )
 
     @classmethod
-    def planned(cls, plan: Plan, tokens: int, batch: int | None = None) -> "Work":
-        """The pairs a plan really allows, counted, over the plan's own rows or `batch` copies of its one."""
-        seen = plan.mask(tokens, tokens, torch.device("cpu"))
-        batch = len(seen) if batch is None else batch
-        if batch % len(seen):
-            raise ConfigError(f"a plan of {len(seen)} rows does not fit a batch of {batch}")
-        return cls(tokens=batch * tokens, pairs=int(seen.sum()) * (batch // len(seen)), rows=batch)
+    def from_plan(cls, plan: AttentionPlan, tokens: int, batch_size: int | None = None) -> "Workload":
+        """Count the pairs that an attention plan allows, over its rows or over `batch_size` copies of them."""
+        mask = plan.mask(tokens, tokens, torch.device("cpu"))
+        batch_size = len(mask) if batch_size is None else batch_size
+        if batch_size % len(mask):
+            raise ConfigError(f"an attention plan of {len(mask)} rows does not fit batch_size {batch_size}")
+        return cls(
+            tokens=batch_size * tokens,
+            attention_pairs=int(mask.sum()) * (batch_size // len(mask)),
+            sequences=batch_size,
+        )
 
-    def across(self, context: int, batch: int = 1) -> "Work":
-        """The same with a context of so many tokens a row, which every token sees."""
-        return self.with_(context=batch * context, context_pairs=self.tokens * context)
+    def limit_to_window(self, window: int) -> "Workload":
+        """Return the workload of a causal pass whose tokens attend to the last `window` tokens only."""
+        n = self.tokens / self.sequences
+        cached = (self.attention_pairs - self.span_pairs) / self.tokens - (
+            n + 1
+        ) / 2  # tokens before the pass, of each sequence
+        full = min(max(window - cached, 0), n)  # tokens that are closer to the start than the window
+        pairs = full * cached + full * (full + 1) / 2 + (n - full) * window
+        return self.replace(attention_pairs=min(self.attention_pairs, round(self.sequences * pairs) + self.span_pairs))
+
+    def with_context(self, context_tokens: int, batch_size: int = 1) -> "Workload":
+        """Return the workload with a context of so many tokens per row, visible to every token."""
+        return self.replace(context_tokens=batch_size * context_tokens, context_pairs=self.tokens * context_tokens)
 
 
-class Bytes(NamedTuple):
-    """weights: all there are · read: those a pass must touch · cache: keys and values kept"""
+class MemoryBytes(NamedTuple):
+    """Bytes of a module: all weights, the weights that a pass reads, and cached keys and values."""
 
     weights: int = 0
     read: int = 0
     cache: int = 0
 
-    def __add__(self, other: "Bytes") -> "Bytes":  # type: ignore[override]
-        return Bytes(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "MemoryBytes") -> "MemoryBytes":  # type: ignore[override]
+        return MemoryBytes(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-FREE = (nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Embedding, nn.Dropout, LearnedPositions, Rotary)
-"""Kinds without a matrix product."""
+ZERO_FLOP_MODULES = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Identity,
+    nn.Embedding,
+    nn.Dropout,
+    LearnedPositionEmbedding,
+    RotaryEmbedding,
+)
+"""Modules without a matrix product."""
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Block, Residual, Plain, Gated)
-"""Kinds that cost what their parts cost, each on the same work."""
+CONTAINER_MODULES = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Block, ResidualBranch, PlainMLP, GatedMLP)
+"""Modules whose cost is the sum of their children's costs, for the same workload."""
 
 
 def _no_rule(module: nn.Module) -> ConfigError:
     return ConfigError(
         f"no cost rule for {type(module).__name__}",
-        "register one: @flops.register and @bytes.register in its room",
+        "register one with @cost.count_flops.register and @cost.count_bytes.register in its module",
     )
 
 
-# ---- operations -------------------------------------------------------------------------------------------------
+# ---- FLOPs ------------------------------------------------------------------------------------------------------
 
 
 @singledispatch
-def flops(module: nn.Module, work: Work) -> int:
-    """Floating-point operations of one forward pass."""
-    if isinstance(module, FREE):
+def count_flops(module: nn.Module, workload: Workload) -> int:
+    """Count the floating-point operations of one forward pass."""
+    if isinstance(module, ZERO_FLOP_MODULES):
         return 0
-    if isinstance(module, CONTAINERS):
-        return sum(flops(part, work) for part in module.children())
+    if isinstance(module, CONTAINER_MODULES):
+        return sum_child_flops(module, workload)
     raise _no_rule(module)
 
 
-@flops.register
-def _(module: nn.Linear, work: Work) -> int:
+@count_flops.register
+def _(module: nn.Linear, work: Workload) -> int:
     return 2 * module.in_features * module.out_features * work.tokens
 
 
-@flops.register
-def _(module: PatchEmbed, work: Work) -> int:
-    return flops(module.proj, work)
-
-
-@flops.register
-def _(module: Attention, work: Work) -> int:
-    core = 4 * module.config.heads * module.head_dim  # q·k and weights·v, a pair
+@count_flops.register
+def _(module: Attention, work: Workload) -> int:
+    core = 4 * module.config.heads * module.head_dim  # q·k and weights·v, per pair
     if module.source == "self":
-        return flops(module.qkv, work) + core * work.pairs + flops(module.out, work)
-    keys = work.context + (work.tokens if module.source == "joint" else 0)
-    projected = flops(module.q, work) + flops(module.kv, work.with_(tokens=keys)) + flops(module.out, work)
+        return count_flops(module.qkv, work) + core * work.attention_pairs + count_flops(module.out, work)
+    keys = work.context_tokens + (work.tokens if module.source == "joint" else 0)
+    projected = (
+        count_flops(module.q, work) + count_flops(module.kv, work.replace(tokens=keys)) + count_flops(module.out, work)
+    )
     return projected + core * work.context_pairs
 
 
-@flops.register
-def _(module: Experts, work: Work) -> int:
-    one = 2 * (module.gate_up[0].numel() + module.down[0].numel())  # a token through an expert
-    always = sum(flops(part, work) for part in module.children())  # router, shared expert and its gate
-    return always + one * module.config.active * work.tokens
+@count_flops.register
+def _(module: LatentAttention, work: Workload) -> int:
+    """Count the form that the module uses for these numbers of queries and keys."""
+    latent, H = module.latent, module.config.heads
+    R, N, P, V = latent.kv_lora_rank, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
+    layers = (module.q_down, module.q, module.kv_down, module.out)
+    projected = sum(count_flops(layer, work) for layer in layers if layer is not None)
+    keys = max(work.tokens, work.cached_tokens)
+    if is_absorbed_cheaper(latent, work.tokens // work.sequences, keys // work.sequences):
+        return projected + 2 * H * (R * (N + V) * work.tokens + (2 * R + P) * work.attention_pairs)
+    return projected + 2 * H * (R * (N + V) * keys + (N + P + V) * work.attention_pairs)
+
+
+@count_flops.register
+def _(module: GatedDeltaNet, work: Workload) -> int:
+    """Count the projections and the matrix products of the chunks."""
+    K, V, length = module.config.key_dim, module.config.value_dim, -(-work.tokens // work.sequences)
+    T = min(CHUNK_LENGTH, length)
+    padded = work.sequences * -(-length // T) * T  # tokens
+    layers = (module.qkv, module.gate, module.rate, module.decay, module.out)
+    return sum(count_flops(layer, work) for layer in layers) + module.config.value_heads * padded * (
+        6 * K * V + 2 * T * (2 * K + V)
+    )
+
+
+@count_flops.register
+def _(module: MoE, work: Workload) -> int:
+    one = 2 * (module.gate_up[0].numel() + module.down[0].numel())  # one token through one expert
+    always = sum_child_flops(module, work)  # router, shared expert and its gate
+    return always + one * module.config.experts_per_token * work.tokens
+
+
+def sum_child_flops(module: nn.Module, workload: Workload) -> int:
+    """Sum the FLOPs of a module's children. A rule for modules that run them in sequence."""
+    return sum(count_flops(part, workload) for part in module.children())
+
+
+count_flops.register(PatchEmbed, sum_child_flops)
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------
 
 
 @singledispatch
-def bytes(module: nn.Module, work: Work) -> Bytes:
-    """Bytes of weights and cache, in the types the module's parameters have."""
-    if isinstance(module, (*FREE, nn.Linear, PatchEmbed)):
+def count_bytes(module: nn.Module, workload: Workload) -> MemoryBytes:
+    """Count the bytes of weights and cache, in the dtypes of the module's parameters."""
+    if isinstance(module, (*ZERO_FLOP_MODULES, nn.Linear, PatchEmbed)):
         return _own(module)
-    if isinstance(module, CONTAINERS):
-        return sum_bytes(module, work)
+    if isinstance(module, CONTAINER_MODULES):
+        return sum_child_bytes(module, workload)
     raise _no_rule(module)
 
 
-@bytes.register
-def _(module: Attention, work: Work) -> Bytes:
-    G, D = module.config.groups, module.head_dim
-    kept = work.held if module.source == "self" else work.context
-    return _own(module) + Bytes(cache=2 * G * D * kept * module.out.weight.element_size())
+@count_bytes.register
+def _(module: Attention, work: Workload) -> MemoryBytes:
+    G, D = module.config.num_kv_heads, module.head_dim
+    cached = work.cached_tokens if module.source == "self" else work.context_tokens
+    return _own(module) + MemoryBytes(cache=2 * G * D * cached * module.out.weight.element_size())
 
 
-@bytes.register
-def _(module: nn.Embedding, work: Work) -> Bytes:
-    """A lookup touches a row a token."""
+@count_bytes.register
+def _(module: LatentAttention, work: Workload) -> MemoryBytes:
+    _, *widths = module.config.cache_shape(module.width)
+    return _own(module) + MemoryBytes(cache=sum(widths) * work.cached_tokens * module.out.weight.element_size())
+
+
+@count_bytes.register
+def _(module: GatedDeltaNet, work: Workload) -> MemoryBytes:
+    """Count the state of each sequence as cache. Its size does not depend on the length."""
+    config, channels = module.config, module.config.num_channels
+    inputs = (config.kernel_size - 1) * channels * module.out.weight.element_size()
+    state = inputs + 4 * config.value_heads * config.key_dim * config.value_dim
+    return _own(module) + MemoryBytes(cache=work.sequences * state if work.cached_tokens else 0)
+
+
+@count_bytes.register
+def _(module: nn.Embedding, work: Workload) -> MemoryBytes:
+    """A lookup reads one row per token."""
     table = _own(module).weights
-    return Bytes(weights=table, read=table * min(work.tokens, module.num_embeddings) // module.num_embeddings)
+    return MemoryBytes(weights=table, read=table * min(work.tokens, module.num_embeddings) // module.num_embeddings)
 
 
-@bytes.register
-def _(module: Experts, work: Work) -> Bytes:
-    every = sum((bytes(part, work) for part in module.children()), Bytes())
-    stacked = _direct(module).weights
-    E, A = module.config.count, module.config.active
-    touched = E * (1 - (1 - A / E) ** work.tokens)  # distinct experts, on average, when the load is even
-    return every + Bytes(weights=stacked, read=round(stacked * touched / E))
+@count_bytes.register
+def _(module: MoE, work: Workload) -> MemoryBytes:
+    every = sum((count_bytes(part, work) for part in module.children()), MemoryBytes())
+    stacked = module.gate_up.nbytes + module.down.nbytes
+    scales = _direct(module).weights - stacked
+    E, A = module.config.num_experts, module.config.experts_per_token
+    used = E * (1 - (1 - A / E) ** work.tokens)  # expected number of distinct experts under an even load
+    return every + MemoryBytes(weights=stacked + scales, read=round(stacked * used / E) + scales)
 
 
-def sum_bytes(module: nn.Module, work: Work) -> Bytes:
-    """The bytes of a module's parts and of the parameters that hang on it; a rule for whole models."""
-    return sum((bytes(part, work) for part in module.children()), Bytes()) + _direct(module)
+def sum_child_bytes(module: nn.Module, workload: Workload) -> MemoryBytes:
+    """Sum the bytes of a module's children and of its direct parameters. A rule for whole models."""
+    return sum((count_bytes(part, workload) for part in module.children()), MemoryBytes()) + _direct(module)
 
 
-def _own(module: nn.Module) -> Bytes:
-    """All of a module's parameters, each read once."""
+def sum_tensor_bytes(module: nn.Module, workload: Workload) -> MemoryBytes:
+    """Sum the bytes of all parameters and buffers, each read once. A rule for models whose frozen parts are buffers."""
+    size = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+    return MemoryBytes(weights=size, read=size)
+
+
+def _own(module: nn.Module) -> MemoryBytes:
+    """Return the bytes of all parameters, each read once."""
     size = sum(p.numel() * p.element_size() for p in module.parameters())
-    return Bytes(weights=size, read=size)
+    return MemoryBytes(weights=size, read=size)
 
 
-def _direct(module: nn.Module) -> Bytes:
-    """The parameters that hang on the module itself: gates, layer scales, stacked experts."""
+def _direct(module: nn.Module) -> MemoryBytes:
+    """Return the bytes of the module's direct parameters: gates, layer scales, stacked experts."""
     size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-    return Bytes(weights=size, read=size)
+    return MemoryBytes(weights=size, read=size)

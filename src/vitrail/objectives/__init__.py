@@ -1,15 +1,15 @@
-"""Losses as plain functions."""
+"""Loss functions."""
 
-from vitrail.objectives.contrastive import clip_loss, plain_clip_loss, plain_siglip_loss, siglip_loss
-from vitrail.objectives.cross_entropy import Losses, cross_entropy, linear_cross_entropy, linear_losses
+from vitrail.objectives.contrastive_loss import clip_loss, reference_clip_loss, reference_siglip_loss, siglip_loss
+from vitrail.objectives.fused_cross_entropy import TokenLosses, cross_entropy, linear_cross_entropy, linear_token_losses
 
 __all__ = [
-    "Losses",
+    "TokenLosses",
     "clip_loss",
     "cross_entropy",
     "linear_cross_entropy",
-    "linear_losses",
-    "plain_clip_loss",
-    "plain_siglip_loss",
+    "linear_token_losses",
+    "reference_clip_loss",
+    "reference_siglip_loss",
     "siglip_loss",
 ]

@@ -1,6 +1,6 @@
-"""A discriminator's game: what it loses by, what its opponent loses by, and what keeps it in bounds.
+"""GAN losses of the discriminator and the generator, and their regularizers.
 
-Logits are a map (B, 1, h, w): one judgement a patch, high for what looks real. Both sides take the mean of all.
+Discriminator logits have shape (B, 1, h, w), one per patch, high for real images. All losses are means over logits.
 """
 
 from collections.abc import Callable
@@ -13,50 +13,54 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 
 
-class Game(NamedTuple):
-    """Both sides of one kind of loss."""
+class GANLoss(NamedTuple):
+    """Discriminator and generator loss of one kind."""
 
-    discriminator: Callable[[Tensor, Tensor], Tensor]  # (logits of real pictures, of drawn ones)
-    generator: Callable[[Tensor], Tensor]  # (logits of drawn ones)
-
-
-def _hinge(real: Tensor, drawn: Tensor) -> Tensor:
-    return (F.relu(1 - real).mean() + F.relu(1 + drawn).mean()) / 2
+    discriminator: Callable[[Tensor, Tensor], Tensor]  # (logits of real images, logits of generated images)
+    generator: Callable[[Tensor], Tensor]  # (logits of generated images)
 
 
-def _hinge_generator(drawn: Tensor) -> Tensor:
-    return -drawn.mean()
+def _hinge(real: Tensor, fake: Tensor) -> Tensor:
+    return (F.relu(1 - real).mean() + F.relu(1 + fake).mean()) / 2
 
 
-def _non_saturating(real: Tensor, drawn: Tensor) -> Tensor:
-    return (F.softplus(-real).mean() + F.softplus(drawn).mean()) / 2
+def _hinge_generator(fake: Tensor) -> Tensor:
+    return -fake.mean()
 
 
-def _non_saturating_generator(drawn: Tensor) -> Tensor:
-    return F.softplus(-drawn).mean()
+def _non_saturating(real: Tensor, fake: Tensor) -> Tensor:
+    return (F.softplus(-real).mean() + F.softplus(fake).mean()) / 2
 
 
-GAMES: dict[str, Game] = {
-    "hinge": Game(_hinge, _hinge_generator),
-    "non-saturating": Game(_non_saturating, _non_saturating_generator),
+def _non_saturating_generator(fake: Tensor) -> Tensor:
+    return F.softplus(-fake).mean()
+
+
+GAN_LOSSES: dict[str, GANLoss] = {
+    "hinge": GANLoss(_hinge, _hinge_generator),
+    "non-saturating": GANLoss(_non_saturating, _non_saturating_generator),
 }
 
 
-def from_step(weight: float, step: int, start: int) -> float:
-    """`weight` from step `start` on, 0 before: a discriminator has nothing to say of pictures that are still grey."""
+def delay_weight(weight: float, step: int, start: int) -> float:
+    """Return `weight` from step `start` on, and 0 before. Early reconstructions are too poor for a discriminator."""
     return weight if step >= start else 0.0
 
 
-def r1(logits: Tensor, pictures: Tensor) -> Tensor:
-    """½ · mean over pictures of |∂ Σ logits / ∂ pixels|²: keeps a discriminator flat around real pictures, which must
-    have required gradients before it saw them."""
-    if not pictures.requires_grad:
-        raise ConfigError("R1 needs the gradient of the pictures", "call pictures.requires_grad_() before judging them")
-    (slope,) = torch.autograd.grad(logits.sum(), pictures, create_graph=True)
-    return slope.square().flatten(1).sum(1).mean() / 2
+def r1_penalty(logits: Tensor, images: Tensor) -> Tensor:
+    """R1 gradient penalty: ½ · mean over images of |∂ Σ logits / ∂ pixels|².
+
+    `images` are the real images; they must require gradients before the discriminator's forward pass.
+    """
+    if not images.requires_grad:
+        raise ConfigError("R1 needs gradients of the images", "call images.requires_grad_() before the forward pass")
+    (gradient,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
+    return gradient.square().flatten(1).sum(1).mean() / 2
 
 
-def lecam(real: Tensor, drawn: Tensor, real_before: Tensor, drawn_before: Tensor) -> Tensor:
-    """Keeps the logits of each side near what those of the other were on average (running means of the caller):
-    mean (real − drawn_before)² + mean (drawn − real_before)². For little data."""
-    return (real - drawn_before.detach()).square().mean() + (drawn - real_before.detach()).square().mean()
+def lecam_penalty(real: Tensor, fake: Tensor, real_average: Tensor, fake_average: Tensor) -> Tensor:
+    """LeCam regularization for small datasets: mean (real − fake_average)² + mean (fake − real_average)².
+
+    The averages are running means of the logits, which the caller maintains.
+    """
+    return (real - fake_average.detach()).square().mean() + (fake - real_average.detach()).square().mean()

@@ -1,118 +1,120 @@
-"""Policies that cut a picture into tiles of the tower's own size, beside one view of the whole."""
+"""Policies that split an image into tiles of the tower's input size, plus one view of the whole image."""
 
 import math
 
+from vitrail.config import PositiveInt
 from vitrail.errors import ConfigError
-from vitrail.processing.cut import (
+from vitrail.processing.image_layout import (
     Colour,
-    Cut,
-    Padded,
+    ImageLayout,
+    ImageView,
+    PaddedPolicy,
     Rectangle,
     Size,
-    Span,
-    View,
-    centred_square,
-    check_picture,
-    square,
-    whole,
+    ViewSpan,
+    check_image_size,
+    compute_centred_square_box,
+    full_view_span,
+    layout_frames,
+    split_into_tiles,
+    square_grid,
 )
+from vitrail.registry import RESOLUTION_POLICIES
 
-# (rows, columns) of tiles. The order matters: the first of equals wins.
-MOST = 1024  # tiles of a picture, and grids to choose from: beyond, a config is hostile or mistaken
-GRIDS_NEXT: tuple[Size, ...] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-GRIDS_ONEVISION: tuple[Size, ...] = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
+# (rows, columns) of tiles. The order matters: the first of equally good grids wins.
+MAX_TILES = 1024  # maximum number of tiles in an image and of grids in a config; protects against hostile configs
+LLAVA_NEXT_GRIDS: tuple[Size, ...] = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+LLAVA_ONEVISION_GRIDS: tuple[Size, ...] = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 
 
-class AnyRes(Padded, tag="anyres"):
-    """LLaVA-NeXT: the whole picture squashed to one tile, then the picture at the best grid of tiles.
+@RESOLUTION_POLICIES.register("anyres")
+class AnyResPolicy(PaddedPolicy, tag="anyres"):
+    """LLaVA-NeXT: one tile with the whole squashed image, then the image split by the best grid of tiles.
 
-    The best grid keeps the most of the picture's pixels; among equals, the one with least padding. The picture is
-    fitted into it with its aspect kept, centred on `fill` and cut in raster order. Tokens: the base view, then the
-    tiles stitched, the rows or columns that lie in padding dropped, and a newline after each row.
+    The best grid keeps the most image pixels; among equals, the one with the least padding. The image is resized into
+    the grid with its aspect ratio kept, centred on `fill_colour`, and split in raster order. The tokens are those of
+    the base view, then those of the stitched tiles without rows or columns in padding, with a newline after each row.
 
-    `max_tiles` is N of LLaVA-OneVision's anyres_max_N: more tokens than 1.1² × N tiles' worth are shrunk (bilinearly,
-    on features) to about N tiles' worth.
+    max_tiles        N of LLaVA-OneVision's anyres_max_N. If the tiles have more than 1.1² × N tiles' worth of tokens,
+                     their features are interpolated bilinearly to about N tiles' worth.
+    video_pool_size  side of the pooling blocks of a video frame (LLaVA-NeXT-Video: 2)
 
-    `pool` is the side of the blocks of which a video's frame is read as means (LLaVA-NeXT-Video: 2).
-
-    Scales are taken in float64 exactly as the reference does, since its rounding decides tokens. One corner of it is
-    worth knowing: a picture so thin that it is less than a token row high keeps none of its tiles' tokens when a tile
-    has an even number of rows, and only the base view is read.
+    Scales use float64 exactly as in the reference, because rounding decides token counts. Edge case: an image less
+    than one token row high keeps none of its tile tokens if a tile has an even number of rows. The model then reads
+    only the base view.
     """
 
-    tile: int = 336
-    patch: int = 14
-    unread: int = 0
-    grids: tuple[Size, ...] = GRIDS_NEXT
-    max_tiles: int | None = None
-    pool: int | None = None
+    tile_size: int = 336
+    patch_size: int = 14
+    unread_pixels: int = 0
+    grids: tuple[Size, ...] = LLAVA_NEXT_GRIDS
+    max_tiles: PositiveInt | None = None
+    video_pool_size: int | None = None
 
     def __post_init__(self) -> None:
-        square(self.tile, self.patch, self.unread, merge=1 if self.pool is None else self.pool)
+        square_grid(
+            self.tile_size,
+            self.patch_size,
+            self.unread_pixels,
+            merge_size=1 if self.video_pool_size is None else self.video_pool_size,
+        )
         if not self.grids or min(map(min, self.grids)) < 1:
-            raise ConfigError(f"AnyRes.grids is {self.grids}", "give (rows, columns) of tiles, at least one of each")
+            raise ConfigError(f"AnyResPolicy.grids is {self.grids}", "give (rows, columns) of tiles, at least 1 each")
         most = max(rows * columns for rows, columns in self.grids)
-        if most > MOST or len(self.grids) > MOST:
-            raise ConfigError(f"AnyRes: {len(self.grids)} grids of up to {most:,} tiles", f"give {MOST} at most")
-        if self.max_tiles is not None and self.max_tiles < 1:
-            raise ConfigError(f"AnyRes.max_tiles is {self.max_tiles}", "give at least 1, or leave it out")
-        if self.max_tiles is not None and self.pool is not None:
+        if most > MAX_TILES or len(self.grids) > MAX_TILES:
             raise ConfigError(
-                f"AnyRes.max_tiles {self.max_tiles} and pool {self.pool} shrink a video's frames, each in its way",
-                "give max_tiles as LLaVA-OneVision has it, or pool as LLaVA-NeXT-Video",
+                f"AnyResPolicy.grids has {len(self.grids)} grids of up to {most:,} tiles", f"give at most {MAX_TILES}"
+            )
+        if self.max_tiles is not None and self.video_pool_size is not None:
+            raise ConfigError(
+                f"AnyResPolicy has both max_tiles {self.max_tiles} and video_pool_size {self.video_pool_size}",
+                "give max_tiles (LLaVA-OneVision) or video_pool_size (LLaVA-NeXT-Video), not both",
             )
 
-    def cut(self, height: int, width: int) -> Cut:
-        check_picture(height, width)
-        grid = square(self.tile, self.patch, self.unread)
-        rows, columns = self._best(height, width)
-        canvas = (rows * self.tile, columns * self.tile)
-        resized = _fit(height, width, canvas)
+    def layout(self, height: int, width: int) -> ImageLayout:
+        check_image_size(height, width)
+        grid = square_grid(self.tile_size, self.patch_size, self.unread_pixels)
+        rows, columns = self._best_grid(height, width)
+        canvas = (rows * self.tile_size, columns * self.tile_size)
+        resized = _fit_inside(height, width, canvas)
         top, left = (canvas[0] - resized[0]) // 2, (canvas[1] - resized[1]) // 2
-        source, tile = (0, 0, height, width), (self.tile, self.tile)
-        base = View(source=source, resized=tile, offset=(0, 0), canvas=tile, grid=grid)
-        tiles = [
-            View(
-                source=source,
-                resized=resized,
-                offset=(top - row * self.tile, left - column * self.tile),
-                canvas=tile,
-                grid=grid,
-            )
-            for row in range(rows)
-            for column in range(columns)
-        ]
-        window = _unpad(height, width, (rows * grid.rows, columns * grid.columns))
-        size = _shrink(window[2:], self.max_tiles, grid.tokens) if self.max_tiles else window[2:]
-        stitched = Span(first=1, layout=(rows, columns), window=window, size=size, newline="row")
-        return Cut(height=height, width=width, views=(base, *tiles), spans=(whole(base), stitched))
+        source, tile = (0, 0, height, width), (self.tile_size, self.tile_size)
+        base = ImageView(source=source, resized_size=tile, offset=(0, 0), canvas_size=tile, grid=grid)
+        tiles = split_into_tiles(source, resized, (rows, columns), grid, tile_size=self.tile_size, origin=(top, left))
+        window = _unpadded_window(height, width, (rows * grid.num_rows, columns * grid.num_columns))
+        size = _limit_tokens(window[2:], self.max_tiles, grid.num_tokens) if self.max_tiles else window[2:]
+        stitched = ViewSpan(first_view=1, view_grid=(rows, columns), window=window, size=size, newline="row")
+        return ImageLayout(height=height, width=width, views=(base, *tiles), spans=(full_view_span(base), stitched))
 
-    def film(self, frames: int) -> Cut:
-        """A video of so many frames, a tile each. With `pool` one token is read of every block of a frame, and nothing
-        stands between or behind them. Without, as LLaVA-OneVision reads it: a frame's tokens are shrunk (bilinearly) to
-        half as many rows and columns, rounded up, and one newline stands behind the last frame."""
-        grid, tile = square(self.tile, self.patch, self.unread, merge=self.pool or 1), (self.tile, self.tile)
-        view = View(source=(0, 0, *tile), resized=tile, offset=(0, 0), canvas=tile, grid=grid)
-        if self.pool is not None:
-            spans = tuple(whole(view, first=n) for n in range(frames))
-            return Cut(height=self.tile, width=self.tile, views=(view,) * frames, spans=spans)
-        half = (math.ceil(grid.rows / 2), math.ceil(grid.columns / 2))
-        spans = [whole(view, first=n, newline="end" if n == frames - 1 else "none") for n in range(frames)]
-        halved = tuple(span.with_(size=half) for span in spans)
-        return Cut(height=self.tile, width=self.tile, views=(view,) * frames, spans=halved)
+    def layout_video(self, num_frames: int) -> ImageLayout:
+        """Return the layout of a video with `num_frames` frames, one tile per frame.
 
-    def _best(self, height: int, width: int) -> Size:
+        With `video_pool_size`, each block of a frame becomes one token, and there are no newlines. Without it, the
+        layout matches LLaVA-OneVision: the tokens of a frame are interpolated to half as many rows and columns,
+        rounded up, and one newline follows the last frame.
+        """
+        grid = square_grid(self.tile_size, self.patch_size, self.unread_pixels, merge_size=self.video_pool_size or 1)
+        tile = (self.tile_size, self.tile_size)
+        view = ImageView(source=(0, 0, *tile), resized_size=tile, offset=(0, 0), canvas_size=tile, grid=grid)
+        layout = layout_frames(view, num_frames)
+        if self.video_pool_size is not None:
+            return layout
+        half = (math.ceil(grid.num_rows / 2), math.ceil(grid.num_columns / 2))
+        *spans, last = (span.replace(size=half) for span in layout.spans)
+        return layout.replace(spans=(*spans, last.replace(newline="end")))
+
+    def _best_grid(self, height: int, width: int) -> Size:
         def merit(shape: Size) -> tuple[int, int]:
-            tall, wide = shape[0] * self.tile, shape[1] * self.tile
+            tall, wide = shape[0] * self.tile_size, shape[1] * self.tile_size
             scale = min(wide / width, tall / height)
             useful = min(int(width * scale) * int(height * scale), width * height)
-            return useful, useful - tall * wide  # the second: minus what is wasted
+            return useful, useful - tall * wide  # useful pixels, then minus the wasted pixels
 
         return max(self.grids, key=merit)
 
 
-def _fit(height: int, width: int, canvas: Size) -> Size:
-    """The largest size with the picture's aspect inside the canvas; the free side rounded up."""
+def _fit_inside(height: int, width: int, canvas: Size) -> Size:
+    """Return the largest size with this aspect ratio inside the canvas. The free side is rounded up."""
     tall, wide = canvas
     by_width, by_height = wide / width, tall / height
     if by_width < by_height:
@@ -120,8 +122,8 @@ def _fit(height: int, width: int, canvas: Size) -> Size:
     return tall, min(math.ceil(width * by_height), wide)
 
 
-def _unpad(height: int, width: int, tokens: Size) -> Rectangle:
-    """The window of a token mosaic that holds the picture: as many rows (or columns) cut before as after."""
+def _unpadded_window(height: int, width: int, tokens: Size) -> Rectangle:
+    """Return the window of the stitched tokens that holds the image, with equal margins removed on both sides."""
     rows, columns = tokens
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
@@ -132,43 +134,42 @@ def _unpad(height: int, width: int, tokens: Size) -> Rectangle:
     return 0, cut, rows, columns - 2 * cut
 
 
-def _shrink(tokens: Size, max_tiles: int, tile_tokens: int) -> Size:
+def _limit_tokens(tokens: Size, max_tiles: int, tile_tokens: int) -> Size:
     rows, columns = tokens
     ratio = math.sqrt(rows * columns / (max_tiles * tile_tokens))
     return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else tokens
 
 
-class HD9(Padded, tag="hd9"):
-    """HD-9 of "Token scaling": nine local views in a 3 × 3 grid and a global one, 10 × 144 + 10 = 1450 tokens.
+@RESOLUTION_POLICIES.register("hd9")
+class HD9Policy(PaddedPolicy, tag="hd9"):
+    """HD-9 of "Token scaling": nine local views in a 3 × 3 grid and one global view, 10 × 144 + 10 = 1450 tokens.
 
-    24 × 24 patches of a 336² view become 12 × 12 tokens by a 3 × 3 convolution of stride 2 and padding 1, and each
-    view is closed by a newline. The count does not depend on the picture.
+    A 3 × 3 convolution with stride 2 and padding 1 reduces the 24 × 24 patches of a 336² view to 12 × 12 tokens. A
+    newline follows each view. The token count does not depend on the image.
 
-    The text says that the global view is made "through padding and zooming" and that the local views divide "the
-    processed image". It leaves open, and this is chosen here: the grid is always 3 × 3 (the only reading in which
-    every picture has 1450 tokens; the method it follows, InternLM-XComposer2-4KHD, takes as many tiles as the aspect
-    asks for); the picture is centred on a square before it is zoomed, to 1008² and to 336²; the padding is white, as
-    in 4KHD; the global view comes first; bicubic.
+    The paper says that the global view is made "through padding and zooming" and that the local views divide "the
+    processed image". This implementation chooses what the paper leaves open:
+
+    - The grid is always 3 × 3. Only then does every image have 1450 tokens. (InternLM-XComposer2-4KHD, which the
+      method follows, chooses the number of tiles by aspect ratio.)
+    - The image is centred on a square, then resized to 1008² and to 336² with bicubic resampling.
+    - The padding is white, as in 4KHD. The global view comes first.
     """
 
-    fill: Colour = (255, 255, 255)
-    tile: int = 336
-    patch: int = 14
-    merge: int = 2
+    fill_colour: Colour = (255, 255, 255)
+    tile_size: int = 336
+    patch_size: int = 14
+    merge_size: int = 2
 
     def __post_init__(self) -> None:
-        square(self.tile, self.patch, merge=self.merge)
+        square_grid(self.tile_size, self.patch_size, merge_size=self.merge_size)
 
-    def cut(self, height: int, width: int) -> Cut:
-        check_picture(height, width)
-        grid = square(self.tile, self.patch, merge=self.merge)
-        source = centred_square(height, width)
-        tile, full = (self.tile, self.tile), (3 * self.tile, 3 * self.tile)
-        views = [View(source=source, resized=tile, offset=(0, 0), canvas=tile, grid=grid)]
-        views += [
-            View(source=source, resized=full, offset=(-row * self.tile, -column * self.tile), canvas=tile, grid=grid)
-            for row in range(3)
-            for column in range(3)
-        ]
-        spans = tuple(whole(view, first=index, newline="end") for index, view in enumerate(views))
-        return Cut(height=height, width=width, views=tuple(views), spans=spans)
+    def layout(self, height: int, width: int) -> ImageLayout:
+        check_image_size(height, width)
+        grid = square_grid(self.tile_size, self.patch_size, merge_size=self.merge_size)
+        source = compute_centred_square_box(height, width)
+        tile, full = (self.tile_size, self.tile_size), (3 * self.tile_size, 3 * self.tile_size)
+        views = [ImageView(source=source, resized_size=tile, offset=(0, 0), canvas_size=tile, grid=grid)]
+        views += split_into_tiles(source, full, (3, 3), grid, tile_size=self.tile_size)
+        spans = tuple(full_view_span(view, first_view=index, newline="end") for index, view in enumerate(views))
+        return ImageLayout(height=height, width=width, views=tuple(views), spans=spans)

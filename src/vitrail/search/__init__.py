@@ -1,6 +1,6 @@
-"""Find pictures in a folder by words or by another picture."""
+"""Search the images of a folder by text or by example image."""
 
-from vitrail.search.index import Entry, Eye, Index, update
-from vitrail.search.query import Query, find
+from vitrail.search.image_index import ImageEmbedder, ImageIndex, IndexEntry, update_index
+from vitrail.search.query import SearchQuery, find_nearest
 
-__all__ = ["Entry", "Eye", "Index", "Query", "find", "update"]
+__all__ = ["ImageEmbedder", "ImageIndex", "IndexEntry", "SearchQuery", "find_nearest", "update_index"]

@@ -1,6 +1,6 @@
-"""What is asked, as one vector, and the pictures that come nearest to it.
+"""Search queries, the nearest images of an index, and a contact sheet of the results.
 
-N pictures, E width of the embedding
+Shapes: N images, E embedding width.
 """
 
 from __future__ import annotations
@@ -13,98 +13,103 @@ import numpy as np
 from PIL import Image
 
 from vitrail.errors import ConfigError, ImageError
-from vitrail.processing.images import load_image
-from vitrail.search.index import Index, endings
-from vitrail.show.sheet import Tile, draw_sheet
+from vitrail.plots.contact_sheet import Tile, draw_contact_sheet
+from vitrail.processing.image_loading import load_image
+from vitrail.search.image_index import ImageIndex, list_image_suffixes
 
 if TYPE_CHECKING:
-    from vitrail.search.eye import ContrastiveEye
+    from vitrail.search.embedder import ContrastiveEmbedder
 
 
-class Hit(NamedTuple):
-    """A picture that was found; `score` is the cosine between it and the query."""
+class SearchHit(NamedTuple):
+    """A found image; `score` is its cosine similarity with the query."""
 
     path: str
     score: float
 
 
-class Query(NamedTuple):
-    """Words, pictures, or both; `without` are words to keep away from."""
+class SearchQuery(NamedTuple):
+    """A text, example images, or both; `excluded` are texts whose vectors are subtracted."""
 
-    words: str = ""
-    pictures: tuple[Path, ...] = ()
-    without: tuple[str, ...] = ()
+    text: str = ""
+    images: tuple[Path, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, terms: Sequence[str], without: Sequence[str] = ()) -> Self:
-        """Of the terms, those that are files are pictures; the others are words, quoted or not."""
+    def parse(cls, terms: Sequence[str], excluded: Sequence[str] = ()) -> Self:
+        """Parse command line terms: existing files are images, all other terms are words of the text."""
         pictures = [term for term in terms if _is_file(term)]
         for term in terms:
-            if term not in pictures and " " not in term and Path(term).suffix.lower() in endings():
-                raise ImageError(f"{term} does not exist", "check the spelling and the folder you are in")
+            if term not in pictures and " " not in term and Path(term).suffix.lower() in list_image_suffixes():
+                raise ImageError(f"{term} does not exist", "check the spelling and the working directory")
         words = " ".join(" ".join(term for term in terms if term not in pictures).split())
-        avoided = tuple(" ".join(text.split()) for text in without)
+        excluded = tuple(" ".join(text.split()) for text in excluded)
         if not words and not pictures:
-            raise ConfigError(
-                "nothing to search for", 'say it in words, or name a picture: vitrail search FOLDER "a cat"'
-            )
-        if not all(avoided):
-            raise ConfigError("--without is empty", "give the words to keep away from, or leave it out")
-        return cls(words, tuple(map(Path, pictures)), avoided)
+            raise ConfigError("the query is empty", 'give a text or an image: vitrail search FOLDER "a cat"')
+        if not all(excluded):
+            raise ConfigError("--exclude is empty", "give a text to exclude, or remove the flag")
+        return cls(words, tuple(map(Path, pictures)), excluded)
 
     def __str__(self) -> str:
-        wanted = [*([f"“{self.words}”"] if self.words else []), *(path.name for path in self.pictures)]
-        return " ".join([" + ".join(wanted), *(f"− “{text}”" for text in self.without)])
+        terms = [*([f"“{self.text}”"] if self.text else []), *(path.name for path in self.images)]
+        return " ".join([" + ".join(terms), *(f"− “{text}”" for text in self.excluded)])
 
-    def vector(self, eye: ContrastiveEye) -> np.ndarray:
-        """(E,) of length one: the sum of what is wanted, less what is not."""
-        wanted = [*eye.words([self.words])] if self.words else []
-        if self.pictures:
-            wanted += [*eye.embed([eye.read(load_image(path, frame=0)) for path in self.pictures])]
-        total = np.sum(wanted, axis=0)
-        if self.without:
-            total = total - eye.words(self.without).sum(axis=0)
+    def embed(self, embedder: ContrastiveEmbedder) -> np.ndarray:
+        """Return the unit vector (E,): the sum of the query vectors minus those of the excluded texts."""
+        vectors = [*embedder.embed_texts([self.text])] if self.text else []
+        if self.images:
+            vectors += [
+                *embedder.embed_images([embedder.preprocess(load_image(path, frame=0)) for path in self.images])
+            ]
+        total = np.sum(vectors, axis=0)
+        if self.excluded:
+            total = total - embedder.embed_texts(self.excluded).sum(axis=0)
         length = np.linalg.norm(total)
         if length < 1e-3:
-            raise ConfigError(f"nothing is left of {self}", "search for something else than what is left out")
+            raise ConfigError(f"the excluded texts cancel the query {self}", "exclude something else")
         return total / length
 
 
-def find(index: Index, query: np.ndarray, count: int) -> list[Hit]:
-    """The nearest `count` pictures to a vector (E,), best first; equals in order of path."""
+def find_nearest(index: ImageIndex, query: np.ndarray, count: int) -> list[SearchHit]:
+    """Return the `count` images nearest to a vector (E,), best first. Ties are sorted by path."""
     paths = index.paths
     if not paths:
         return []
-    # Rounded where half precision ends, so that copies of one picture are equals.
+    # Round to half precision, so that copies of one image tie.
     scores = np.round(index.vectors @ query.astype(np.float32), 5)  # (N,)
     best = np.argsort(-scores, kind="stable")[:count]
-    return [Hit(paths[i], float(scores[i])) for i in best]
+    return [SearchHit(paths[i], float(scores[i])) for i in best]
 
 
-def draw_found(folder: Path, hits: Sequence[Hit], title: str, under: str = "", side: int = 176) -> Image.Image:
-    """A contact sheet: pictures with rank, score and path."""
-    return draw_sheet(
-        [_tile(folder, rank, hit, side) for rank, hit in enumerate(hits, 1)], title, under=under, side=side
+def draw_search_results(
+    folder: Path, hits: Sequence[SearchHit], title: str, subtitle: str = "", image_size: int = 176
+) -> Image.Image:
+    """Draw a contact sheet of the results with rank, score and path."""
+    return draw_contact_sheet(
+        [_build_tile(folder, rank, hit, image_size) for rank, hit in enumerate(hits, 1)],
+        title,
+        subtitle=subtitle,
+        tile_size=image_size,
     )
 
 
-def shown(path: str) -> str:
-    """A path as text: a name need not be Unicode."""
+def to_printable_path(path: str) -> str:
+    """Return a path as printable text; a file name need not be valid Unicode."""
     return path.encode(errors="replace").decode()
 
 
-def _tile(folder: Path, rank: int, hit: Hit, side: int) -> Tile:
-    words = [f"{rank}.  {hit.score:.3f}", shown(hit.path)]
+def _build_tile(folder: Path, rank: int, hit: SearchHit, side: int) -> Tile:
+    lines = [f"{rank}.  {hit.score:.3f}", to_printable_path(hit.path)]
     try:
-        picture = load_image(folder / hit.path, frame=0)
-    except ImageError:  # deleted or changed since the index was brought up to date
-        return Tile(Image.new("RGB", (side, side), "white"), [*words, "cannot be read any more"])
-    picture.thumbnail((2 * side, 2 * side))
-    return Tile(picture, words)
+        image = load_image(folder / hit.path, frame=0)
+    except ImageError:  # deleted or changed since the update
+        return Tile(Image.new("RGB", (side, side), "white"), [*lines, "cannot be read"])
+    image.thumbnail((2 * side, 2 * side))
+    return Tile(image, lines)
 
 
 def _is_file(term: str) -> bool:
     try:
         return Path(term).is_file()
-    except (OSError, ValueError):  # a long sentence, or one with a null byte, is no name
+    except (OSError, ValueError):  # too long for a file name, or contains a null byte
         return False

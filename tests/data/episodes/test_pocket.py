@@ -1,22 +1,35 @@
-"""The pocket world: its curtain hides who stands in the gap, and nothing else changes with it."""
+"""Variants of the pocket world: a curtain that hides a walker in the gap, and rooms of the same colours."""
 
 import numpy as np
 import pytest
 
-from vitrail.data.episodes.remote import open_simulator
+from vitrail.data.episodes.simulators import open_simulator
 from vitrail.data.episodes.worlds import WORLDS
 from vitrail.data.episodes.worlds.pocket import CURTAIN, WALKER
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_curtain_hides_who_stands_in_the_gap(seed):
-    plain, hung = open_simulator("pocket", 16), open_simulator("pocket-curtain", 16)
+def test_curtain_hides_a_walker_in_the_gap(seed):
+    plain, curtained = open_simulator("pocket", 16), open_simulator("pocket-curtain", 16)
     seeker = WORLDS["pocket"].policies["seeker"](np.random.default_rng(seed))
-    seen, veiled, ended, away = plain.reset(seed), hung.reset(seed), False, 0
-    while not ended:
-        same = veiled["labels"] != CURTAIN
-        assert (seen["frame"] == veiled["frame"])[same].all() and (seen["state"] == veiled["state"]).all()
-        away += not (veiled["labels"] == WALKER).any()
-        action = int(seeker.act(seen))
-        (seen, *_, ended), (veiled, *_) = plain.step(action), hung.step(action)
-    assert away >= 1 and veiled["labels"].max() < len(WORLDS["pocket-curtain"].labels)
+    observation, curtained_observation, terminated, num_hidden = plain.reset(seed), curtained.reset(seed), False, 0
+    while not terminated:
+        is_uncovered = curtained_observation["labels"] != CURTAIN
+        assert (observation["frame"] == curtained_observation["frame"])[is_uncovered].all() and (
+            observation["state"] == curtained_observation["state"]
+        ).all()
+        num_hidden += not (curtained_observation["labels"] == WALKER).any()
+        action = int(seeker.select_action(observation))
+        (observation, *_, terminated), (curtained_observation, *_) = plain.step(action), curtained.step(action)
+    assert num_hidden >= 1 and curtained_observation["labels"].max() < len(WORLDS["pocket-curtain"].label_names)
+
+
+def test_plain_rooms_differ_from_others_in_colours_only():
+    coloured, plain = open_simulator("pocket", 16), open_simulator("pocket-plain", 16)
+    palettes = set()
+    for seed in range(4):
+        observation, plain_observation = coloured.reset(seed), plain.reset(seed)
+        assert (observation["labels"] == plain_observation["labels"]).all()
+        assert (observation["frame"] != plain_observation["frame"]).any()
+        palettes.add(tuple(map(tuple, np.unique(plain_observation["frame"].reshape(-1, 3), axis=0))))
+    assert len(palettes) == 1

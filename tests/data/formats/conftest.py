@@ -1,4 +1,4 @@
-"""A tiny valid data set of every format, written afresh for a test."""
+"""A tiny valid dataset of every format, written anew for each test."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from PIL import Image
 class Made(NamedTuple):
     path: Path
     options: dict[str, Any]
-    files: tuple[Path, ...]  # what fuzzing may spoil
+    files: tuple[Path, ...]  # files that fuzzing may damage
 
 
 def png(colour: str = "teal", size: tuple[int, int] = (8, 6)) -> bytes:
@@ -62,7 +62,26 @@ def llava(root: Path) -> Made:
         {"id": "words", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
     ]
     path = write(root / "llava.json", rows)
-    return Made(path, {"pictures": root / "pictures"}, (path,))
+    return Made(path, {"image_folder": root / "pictures"}, (path,))
+
+
+def messages(root: Path) -> Made:
+    for name in ("a.png", "b.png"):
+        write(root / "pictures" / name, png())
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": "b.png"}},
+        {"type": "text", "text": "Which colour?"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    contents = ["<image>\nWhat is this?", parts, "Hi"]
+    rows = [
+        {"id": "one", "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Teal."}]}
+        for content in contents
+    ]
+    rows[0] |= {"images": ["a.png"]}
+    path = write(root / "messages.json", rows)
+    return Made(path, {"image_folder": root / "pictures"}, (path,))
 
 
 def _coco(root: Path) -> dict[str, Any]:
@@ -78,15 +97,15 @@ def _coco(root: Path) -> dict[str, Any]:
 
 
 def coco_captions(root: Path) -> Made:
-    said = [(42, "a card"), (7, "red"), (42, "a teal card")]
-    notes = [{"id": n, "image_id": i, "caption": caption} for n, (i, caption) in enumerate(said)]
-    path = write(root / "captions.json", _coco(root) | {"annotations": notes})
-    return Made(path, {"pictures": root / "val"}, (path,))
+    captions = [(42, "a card"), (7, "red"), (42, "a teal card")]
+    annotations = [{"id": n, "image_id": i, "caption": caption} for n, (i, caption) in enumerate(captions)]
+    path = write(root / "captions.json", _coco(root) | {"annotations": annotations})
+    return Made(path, {"image_folder": root / "val"}, (path,))
 
 
 def coco_instances(root: Path) -> Made:
     shared = {"image_id": 42, "area": 6.0}
-    notes = [
+    annotations = [
         shared
         | {
             "id": 1,
@@ -113,8 +132,8 @@ def coco_instances(root: Path) -> Made:
         },
     ]
     categories = [{"id": 1, "name": "person"}, {"id": 18, "name": "dog"}]
-    path = write(root / "instances.json", _coco(root) | {"annotations": notes, "categories": categories})
-    return Made(path, {"pictures": root / "val"}, (path,))
+    path = write(root / "instances.json", _coco(root) | {"annotations": annotations, "categories": categories})
+    return Made(path, {"image_folder": root / "val"}, (path,))
 
 
 def vqa(root: Path) -> Made:
@@ -134,7 +153,7 @@ def vqa(root: Path) -> Made:
         )
     path = write(root / "questions.json", {"data_subtype": "val2014", "questions": questions})
     answers = write(root / "annotations.json", {"data_subtype": "val2014", "annotations": annotations})
-    return Made(path, {"pictures": root / "val2014", "annotations": answers}, (path, answers))
+    return Made(path, {"image_folder": root / "val2014", "annotation_file": answers}, (path, answers))
 
 
 def gqa(root: Path) -> Made:
@@ -152,7 +171,7 @@ def gqa(root: Path) -> Made:
         "07333408": {"question": "What colour?", "imageId": "n1"},
     }
     path = write(root / "testdev.json", rows)
-    return Made(path, {"pictures": root / "images"}, (path,))
+    return Made(path, {"image_folder": root / "images"}, (path,))
 
 
 def textvqa(root: Path) -> Made:
@@ -169,7 +188,7 @@ def textvqa(root: Path) -> Made:
     }
     path = write(root / "TextVQA.json", {"dataset_name": "textvqa", "data": [row]})
     ocr = write(root / "ocr.json", {"data": [{"image_id": "0ee", "ocr_tokens": ["ACME", "INC"]}]})
-    return Made(path, {"pictures": root / "train", "ocr": ocr}, (path, ocr))
+    return Made(path, {"image_folder": root / "train", "ocr_file": ocr}, (path, ocr))
 
 
 def pope(root: Path) -> Made:
@@ -181,7 +200,7 @@ def pope(root: Path) -> Made:
             for n, (thing, label) in enumerate([("card", "yes"), ("dog", "no")], start=1)
         ]
         files.append(write(root / "pope" / f"coco_pope_{split}.json", lines(rows)))
-    return Made(root / "pope", {"pictures": root / "val2014"}, tuple(files))
+    return Made(root / "pope", {"image_folder": root / "val2014"}, tuple(files))
 
 
 def mmbench(root: Path) -> Made:
@@ -217,18 +236,18 @@ def mme_table(root: Path) -> Made:
 def refcoco(root: Path) -> Made:
     write(root / "train2014" / "COCO_train2014_000000000009.jpg", png())
     shared = {"file_name": "COCO_train2014_000000000009.jpg", "height": 6, "width": 8, "original_id": 9}
-    said = [shared | {"id": 0, "caption": "left card"}, shared | {"id": 1, "caption": "the other one"}]
-    meant = [{"id": n, "image_id": n, "bbox": [n, 1, 3, 2], "area": 6.0, "category_id": 1} for n in range(2)]
-    file = {"info": [], "images": said, "annotations": meant, "categories": [{"id": 1, "name": "object"}]}
+    images_ = [shared | {"id": 0, "caption": "left card"}, shared | {"id": 1, "caption": "the other one"}]
+    annotations = [{"id": n, "image_id": n, "bbox": [n, 1, 3, 2], "area": 6.0, "category_id": 1} for n in range(2)]
+    file = {"info": [], "images": images_, "annotations": annotations, "categories": [{"id": 1, "name": "object"}]}
     path = write(root / "finetune_refcoco_val.json", file)
-    return Made(path, {"pictures": root / "train2014"}, (path,))
+    return Made(path, {"image_folder": root / "train2014"}, (path,))
 
 
 def chartqa(root: Path) -> Made:
     write(root / "png" / "417.png", png())
     rows = [{"imgname": "417.png", "query": "How many bars?", "label": "14"}]
     path = write(root / "test_human.json", rows)
-    return Made(path, {"pictures": root / "png"}, (path,))
+    return Made(path, {"image_folder": root / "png"}, (path,))
 
 
 def docvqa(root: Path) -> Made:
@@ -278,7 +297,7 @@ def ocrvqa(root: Path) -> Made:
         },
     }
     path = write(root / "dataset.json", rows)
-    return Made(path, {"pictures": root / "images"}, (path,))
+    return Made(path, {"image_folder": root / "images"}, (path,))
 
 
 def hallusion(root: Path) -> Made:
@@ -310,7 +329,7 @@ def winoground(root: Path) -> Made:
         "collapsed_tag": "Object",
     }
     path = write(root / "examples.jsonl", lines([row]))
-    return Made(path, {"pictures": root / "images"}, (path,))
+    return Made(path, {"image_folder": root / "images"}, (path,))
 
 
 def aro(root: Path) -> Made:
@@ -327,7 +346,7 @@ def aro(root: Path) -> Made:
         "bbox_h": 6,
     }
     path = write(root / "visual_genome_relation.json", [row, row | {"relation_name": "behind"}])
-    return Made(path, {"pictures": root / "images"}, (path,))
+    return Made(path, {"image_folder": root / "images"}, (path,))
 
 
 def images(root: Path) -> Made:
@@ -335,8 +354,8 @@ def images(root: Path) -> Made:
     for name in ("dog/2.png", "dog/10.png", "cat/1.png"):
         write(folder / name, png())
     text = write(folder / "dog/2.txt", "a dog\n")
-    told = write(folder / "dog/2.json", {"caption": "a dog", "source": "here"})
-    return Made(folder, {}, (text, told, folder / "dog/10.png"))
+    metadata = write(folder / "dog/2.json", {"caption": "a dog", "source": "here"})
+    return Made(folder, {}, (text, metadata, folder / "dog/10.png"))
 
 
 def images_metadata(root: Path) -> Made:
@@ -356,12 +375,14 @@ def images_csv(root: Path) -> Made:
 def _clips(root: Path, *names: str) -> dict[str, Any]:
     for name in names:
         write(root / "clips" / name, b"not looked into")
-    return {"videos": root / "clips"}
+    return {"video_folder": root / "clips"}
 
 
 def charades(root: Path) -> Made:
-    said = "3MSZA 24.3 30.4##person turn a light on.\n3MSZA 24.3 30.4##person turn the light switch on.\n"
-    path = write(root / "charades_sta_test.txt", said + "AMT7R 4.3 12.5##a person is putting a picture on the wall.\n")
+    lines_ = "3MSZA 24.3 30.4##person turn a light on.\n3MSZA 24.3 30.4##person turn the light switch on.\n"
+    path = write(
+        root / "charades_sta_test.txt", lines_ + "AMT7R 4.3 12.5##a person is putting a picture on the wall.\n"
+    )
     return Made(path, _clips(root, "3MSZA.mp4", "AMT7R.mkv"), (path,))
 
 
@@ -376,12 +397,12 @@ def qvhighlights(root: Path) -> Made:
 
 
 def activitynet(root: Path) -> Made:
-    told = {
+    annotation = {
         "duration": 82.73,
         "timestamps": [[0.83, 19.86], [17.37, 60.81]],
         "sentences": ["A woman walks. ", " She runs."],
     }
-    path = write(root / "val_1.json", {"v_QOlSCBRmfWY": told, "v_ehGHCYKzyZ8": told})
+    path = write(root / "val_1.json", {"v_QOlSCBRmfWY": annotation, "v_ehGHCYKzyZ8": annotation})
     return Made(path, _clips(root, "v_QOlSCBRmfWY.webm", "v_ehGHCYKzyZ8.mp4"), (path,))
 
 
@@ -396,10 +417,10 @@ def needles(root: Path) -> Made:
 
 def arc(root: Path) -> Made:
     files = []
-    for part, number in (("Easy", 1), ("Challenge", 2)):
+    for set_name, number in (("Easy", 1), ("Challenge", 2)):
         options = [{"text": text, "label": label} for text, label in (("ice", "A"), ("steam", "B"), ("snow", "C"))]
         row = {"id": f"M_{number}", "question": {"stem": "Which is a gas?", "choices": options}, "answerKey": "B"}
-        files.append(write(root / f"ARC-{part}" / f"ARC-{part}-Test.jsonl", lines([row])))
+        files.append(write(root / f"ARC-{set_name}" / f"ARC-{set_name}-Test.jsonl", lines([row])))
     return Made(root, {}, tuple(files))
 
 
@@ -410,30 +431,31 @@ def hellaswag(root: Path) -> Made:
     return Made(path, {}, (path,))
 
 
-def _labelled(root: Path, name: str, rows: list[Any], labels: str) -> Made:
+def _with_labels(root: Path, name: str, rows: list[Any], labels: str) -> Made:
     path = write(root / f"{name}.jsonl", lines(rows))
     return Made(path, {}, (path, write(root / f"{name}-labels.lst", labels)))
 
 
 def piqa(root: Path) -> Made:
     rows = [{"goal": goal, "sol1": "tap the lid", "sol2": "tap a cloud"} for goal in ("Open a jar", "Close it")]
-    return _labelled(root, "valid", rows, "1\n0\n")
+    return _with_labels(root, "valid", rows, "1\n0\n")
 
 
 def siqa(root: Path) -> Made:
     row = {"context": "Alex was late.", "answerA": "to win", "answerB": "for fun", "answerC": "none"}
     rows = [row | {"question": question} for question in ("Why did Alex run?", "What next?")]
-    return _labelled(root, "dev", rows, "1\n3\n")
+    return _with_labels(root, "dev", rows, "1\n3\n")
 
 
 def winogrande(root: Path) -> Made:
     row = {"sentence": "Ann beat Eve, so _ won.", "option1": "Ann", "option2": "Eve"}
     rows = [row | {"qID": f"3QH-{n}", "answer": str(n)} for n in (1, 2)]
-    return _labelled(root, "dev", rows, "1\n2\n")
+    return _with_labels(root, "dev", rows, "1\n2\n")
 
 
-MAKERS = {  # name → its kind, and who writes it
+MAKERS = {  # name → its format, and the function that writes it
     "llava": ("llava", llava),
+    "messages": ("messages", messages),
     "coco-captions": ("coco-captions", coco_captions),
     "coco-instances": ("coco-instances", coco_instances),
     "vqa": ("vqa", vqa),
@@ -468,14 +490,14 @@ MAKERS = {  # name → its kind, and who writes it
 
 @pytest.fixture(params=MAKERS)
 def any_made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Made]:
-    """Each format in turn: its kind and the files."""
+    """Each format in turn: its name and its files."""
     kind, maker = MAKERS[request.param]
     return kind, maker(tmp_path)
 
 
 @pytest.fixture
 def make(tmp_path: Path):
-    """make("vqa") writes that one and returns where."""
+    """Return a function that writes the named dataset and returns where."""
     return lambda name: MAKERS[name][1](tmp_path)
 
 

@@ -1,6 +1,6 @@
-"""Mutated files of every format: each gives samples or a VitrailError, and none leads out of its folder.
+"""Mutated files of every format give samples or a VitrailError, and no path leads out of the folder.
 
-With the 2,000 videos of `tests/data/test_video.py` the slow test makes 10,000.
+With the 2,000 videos of `tests/data/test_video.py`, the slow test covers 10,000 files.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.data.formats import guess, open_format
+from vitrail.data.formats import detect_format, open_dataset
 from vitrail.errors import VitrailError
 
 VALUES = [
@@ -45,28 +45,28 @@ VALUES = [
 BYTES = [b"\xef\xbb\xbf", b"\xff\xfe", b"\x00", b'"', b"\t", b"\n", b"\r", b"{", b"]", b",", b"9" * 5000, b"[" * 5000]
 
 
-def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(changed) + 1)
+        position = rng.randrange(len(changed) + 1)
         choice = rng.randrange(6)
-        if choice == 0 and at < len(changed):
-            changed[at] ^= 1 << rng.randrange(8)
+        if choice == 0 and position < len(changed):
+            changed[position] ^= 1 << rng.randrange(8)
         elif choice == 1:
-            del changed[at:]
+            del changed[position:]
         elif choice == 2:
-            changed[at:at] = rng.choice(BYTES)
+            changed[position:position] = rng.choice(BYTES)
         elif choice == 3:
-            del changed[at : at + rng.randint(1, 20)]
+            del changed[position : position + rng.randint(1, 20)]
         elif choice == 4:
-            changed[at : at + 4] = rng.randbytes(4)
+            changed[position : position + 4] = rng.randbytes(4)
         else:
-            changed[at:at] = changed[at : at + rng.randint(1, 200)]
+            changed[position:position] = changed[position : position + rng.randint(1, 200)]
     return bytes(changed)
 
 
-def spoil_tree(tree: Any, rng: random.Random) -> Any:
-    """Delete, rename, repeat or replace something at a random place."""
+def mutate_tree(tree: Any, rng: random.Random) -> Any:
+    """Delete, rename, repeat or replace something at a random position."""
     places = list(_places(tree))
     if not places:
         return rng.choice(VALUES)
@@ -91,34 +91,34 @@ def _places(tree: Any):
 
 def mutate(data: bytes, name: str, rng: random.Random) -> bytes:
     if rng.random() < 0.5 or not name.endswith((".json", ".jsonl")):
-        return spoil_bytes(data, rng)
+        return mutate_bytes(data, rng)
     try:
-        return json.dumps(spoil_tree(json.loads(data), rng), ensure_ascii=rng.random() < 0.5).encode()
+        return json.dumps(mutate_tree(json.loads(data), rng), ensure_ascii=rng.random() < 0.5).encode()
     except json.JSONDecodeError:  # JSON lines
         rows = data.splitlines()
-        at = rng.randrange(len(rows))
-        rows[at] = json.dumps(spoil_tree(json.loads(rows[at]), rng)).encode()
+        position = rng.randrange(len(rows))
+        rows[position] = json.dumps(mutate_tree(json.loads(rows[position]), rng)).encode()
         return b"\n".join(rows)
 
 
-def read(kind: str, path: Path, options: dict[str, Any], root: Path) -> str:
-    """Everything a sample offers is asked for."""
+def read_everything(kind: str, path: Path, options: dict[str, Any], root: Path) -> str:
+    """Use everything that a sample offers."""
     with suppress(VitrailError):
-        guess(path)
+        detect_format(path)
     try:
-        samples = open_format(kind, path, **options)
+        samples = open_dataset(kind, path, **options)
     except VitrailError:
         return "not opened"
     outcome = "read"
     for number in range(len(samples)):
         try:
             sample = samples[number]
-            assert sample.messages() is not None
-            for index, picture in enumerate(sample.pictures):
+            assert sample.to_messages() is not None
+            for index, picture in enumerate(sample.images):
                 assert isinstance(picture, bytes) or picture.resolve().is_relative_to(root)
-                sample.image(index)
+                sample.load_image(index)
             for thing in sample.instances:
-                thing.mask(sample.size or (6, 8))
+                thing.to_mask(sample.size or (6, 8))
         except VitrailError:
             outcome = "partly read"
     return outcome
@@ -138,7 +138,7 @@ def fuzz(makers: dict[str, Any], root: Path, count: int) -> Counter[str]:
         file = rng.choice(one.files)
         file.write_bytes(mutate(valid[file], file.name, rng))
         try:
-            outcomes[read(kind, one.path, one.options, root.resolve())] += 1
+            outcomes[read_everything(kind, one.path, one.options, root.resolve())] += 1
         except BaseException as error:
             error.add_note(f"mutated file {number}, {file.name}: {file.read_bytes()[:2000]!r}")
             raise

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from vitrail.data.scenes.frames import frame_sprites
-from vitrail.data.scenes.letters import BUILT_IN, word_sprites
-from vitrail.data.scenes.sprites import Atlas, Sprite
+from vitrail.data.scenes.atlas import Atlas, Sprite
+from vitrail.data.scenes.frame_sprites import draw_frame_sprites
+from vitrail.data.scenes.word_sprites import BUILT_IN_FONTS, draw_word_sprites
 
 SIDE = 128
 SHAPES = {
@@ -40,8 +40,8 @@ def drawn() -> list[Sprite]:
 
 @pytest.fixture(scope="session")
 def sprites() -> list[Sprite]:
-    words = word_sprites(["tea", "red", "ten", "sun", "map", "fox", "two", "ice", "bird"], BUILT_IN[:3])
-    return list(chain(drawn(), frame_sprites(), words))
+    words = draw_word_sprites(["tea", "red", "ten", "sun", "map", "fox", "two", "ice", "bird"], BUILT_IN_FONTS[:3])
+    return list(chain(drawn(), draw_frame_sprites(), words))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 import pytest
 
-from vitrail.data.scenes.plurals import plural
+from vitrail.data.scenes.plurals import pluralize
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ from vitrail.data.scenes.plurals import plural
     ],
 )
 def test_plural(one, many):
-    assert plural(one) == many
+    assert pluralize(one) == many

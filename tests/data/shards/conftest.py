@@ -1,4 +1,4 @@
-"""Small tars and real photographs."""
+"""Small tar files and real photographs."""
 
 import io
 import tarfile
@@ -19,7 +19,7 @@ def photographs() -> dict[str, Image.Image]:
 
 @pytest.fixture(scope="session")
 def jpeg():
-    """A picture → the bytes of a JPEG."""
+    """Return a function that encodes an image as JPEG bytes."""
 
     def encode(image: Image.Image, **options) -> bytes:
         file = io.BytesIO()
@@ -31,15 +31,15 @@ def jpeg():
 
 @pytest.fixture
 def tar(tmp_path):
-    """Members (name, bytes) → a tar written by Python's tarfile."""
+    """Return a function that writes members (name, bytes) with Python's tarfile."""
 
     def write(members, name: str = "a.tar", form: int = tarfile.PAX_FORMAT) -> Path:
         path = tmp_path / name
         with tarfile.open(path, "w", format=form) as file:
             for member, data in members:
-                about = tarfile.TarInfo(member)
-                about.size = len(data)
-                file.addfile(about, io.BytesIO(data))
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
         return path
 
     return write
@@ -47,24 +47,24 @@ def tar(tmp_path):
 
 @pytest.fixture(scope="session")
 def samples(jpeg):
-    """Samples of all kinds, small; every one is different."""
+    """Return a function that makes small, different samples with all kinds of members."""
 
     def make(count: int) -> list[dict]:
-        random = np.random.default_rng(0)
-        made = []
+        rng = np.random.default_rng(0)
+        samples_ = []
         for i in range(count):
-            pixels = np.kron(random.integers(0, 256, (4, 6, 3), dtype=np.uint8), np.ones((8, 8, 1), np.uint8))
-            words = {"n": i, "words": ["a", "b"], "none": None}
-            made.append(
+            pixels = np.kron(rng.integers(0, 256, (4, 6, 3), dtype=np.uint8), np.ones((8, 8, 1), np.uint8))
+            document = {"n": i, "words": ["a", "b"], "none": None}
+            samples_.append(
                 {
                     "__key__": f"part/{i:04}",
                     "jpg": jpeg(Image.fromarray(pixels)),
                     "txt": f"number {i}, größer",
-                    "json": words,
+                    "json": document,
                     "cls": i % 7,
-                    "npy": random.random((3, 2)),
+                    "npy": rng.random((3, 2)),
                 }
             )
-        return made
+        return samples_
 
     return make

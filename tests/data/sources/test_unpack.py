@@ -1,4 +1,4 @@
-"""Archives by strangers: whatever they hold, nothing is written outside the folder, and what is left out is counted."""
+"""Untrusted archives: nothing is written outside the folder, and what is skipped is counted."""
 
 import io
 import lzma
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.sources.unpack import inside, unpack
+from vitrail.data.sources.unpack import resolve_member_path, unpack_archive
 from vitrail.errors import DataError
 
 SECRET = b"untouched"
@@ -65,13 +65,13 @@ def deb(path: Path, *members: tuple[str, bytes], ending: str = "xz") -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder to unpack in, with something beside it that must not change."""
+    """A folder to unpack in, next to a file that must not change."""
     (tmp_path / "secret").write_bytes(SECRET)
     return tmp_path / "deep" / "into"
 
 
 def written(place: Path) -> dict[str, bytes]:
-    """All files below the test's own folder but the archive; nothing but plain files and folders may be there."""
+    """Return all files that were unpacked, and check that nothing else was written and no links were made."""
     root = place.parent.parent
     for path in root.rglob("*"):
         assert not path.is_symlink() and (path.is_file() or path.is_dir())
@@ -84,16 +84,16 @@ def written(place: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("make", [tar, zipped, deb])
-def test_plain_files_come_out(make, place, tmp_path):
-    done = unpack(make(tmp_path / "a", ("x/1.png", b"one"), ("./x/y/2.png", b"two"), ("readme", b"")), place)
+def test_regular_files_are_unpacked(make, place, tmp_path):
+    done = unpack_archive(make(tmp_path / "a", ("x/1.png", b"one"), ("./x/y/2.png", b"two"), ("readme", b"")), place)
     assert written(place) == {"x/1.png": b"one", "x/y/2.png": b"two", "readme": b""}
-    assert done.files == 3 and done.bytes == 6 and not done.refused and not done.unwanted
+    assert done.files == 3 and done.bytes == 6 and not done.refused and not done.skipped
 
 
-def test_only_what_is_wanted(place, tmp_path):
+def test_only_matching_files_are_unpacked(place, tmp_path):
     archive = tar(tmp_path / "a", ("p/a/1.png", b"1"), ("p/b/c/2.png", b"2"), ("p/3.txt", b"3"), ("q/4.png", b"4"))
-    done = unpack(archive, place, ("p/*.png", "*/3.txt"))
-    assert set(written(place)) == {"p/a/1.png", "p/b/c/2.png", "p/3.txt"} and done.unwanted == 1
+    done = unpack_archive(archive, place, ("p/*.png", "*/3.txt"))
+    assert set(written(place)) == {"p/a/1.png", "p/b/c/2.png", "p/3.txt"} and done.skipped == 1
 
 
 @pytest.mark.parametrize("make", [tar, zipped])
@@ -102,7 +102,7 @@ def test_only_what_is_wanted(place, tmp_path):
     ["../secret", "a/../../secret", "/tmp/secret", "//secret", "..", "a\\..\\..\\secret", "C:\\x", "C:x", "n" * 300],
 )
 def test_names_that_lead_outside(make, name, place, tmp_path):
-    done = unpack(make(tmp_path / "a", ("good", b"1"), (name, b"stolen"), ("better", b"2")), place)
+    done = unpack_archive(make(tmp_path / "a", ("good", b"1"), (name, b"stolen"), ("better", b"2")), place)
     assert written(place) == {"good": b"1", "better": b"2"}
     assert done.refused == {"name that leads outside": 1}
 
@@ -110,81 +110,81 @@ def test_names_that_lead_outside(make, name, place, tmp_path):
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../secret", "good", "."])
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 def test_links_are_not_made(kind, target, place, tmp_path):
-    # The second file would be written through the link, were there one.
+    # The second file would be written through the link if it existed.
     archive = tar(tmp_path / "a", ("good", b"1"), special("link", kind, target), ("link/secret", b"stolen"))
-    done = unpack(archive, place)
+    done = unpack_archive(archive, place)
     assert written(place) == {"good": b"1", "link/secret": b"stolen"} and done.refused == {"link": 1}
 
 
-def test_a_link_in_a_zip(place, tmp_path):
+def test_link_in_a_zip(place, tmp_path):
     info = zipfile.ZipInfo("link")
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
-    done = unpack(zipped(tmp_path / "a", (info, b"/etc/passwd"), ("good", b"1")), place)
+    done = unpack_archive(zipped(tmp_path / "a", (info, b"/etc/passwd"), ("good", b"1")), place)
     assert written(place) == {"good": b"1"} and done.refused == {"link": 1}
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
 def test_devices_are_not_made(kind, place, tmp_path):
-    done = unpack(tar(tmp_path / "a", special("device", kind), ("good", b"1")), place)
+    done = unpack_archive(tar(tmp_path / "a", special("device", kind), ("good", b"1")), place)
     assert written(place) == {"good": b"1"} and done.refused == {"device": 1}
 
 
 @pytest.mark.parametrize("make", [tar, zipped])
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_the_first_of_a_name_stays(make, place, tmp_path):
+def test_first_of_duplicate_names_is_kept(make, place, tmp_path):
     archive = make(tmp_path / "a", ("x", b"1"), ("x", b"2"), ("./x", b"3"), ("x/y", b"4"), ("d/e", b"5"), ("d", b"6"))
-    done = unpack(archive, place)
+    done = unpack_archive(archive, place)
     assert written(place) == {"x": b"1", "d/e": b"5"}
-    assert done.refused == {"name that comes twice": 4}
+    assert done.refused == {"duplicate name": 4}
 
 
 @pytest.mark.parametrize("make", [tar, zipped])
-def test_more_than_the_limit_is_refused(make, place, tmp_path):
+def test_limit_is_enforced(make, place, tmp_path):
     archive = make(tmp_path / "a", ("x", bytes(600)), ("y", bytes(600)))
     with pytest.raises(DataError, match="claims over 1,000 bytes"):
-        unpack(archive, place, limit=1000)
-    assert unpack(archive, place.with_name("again"), limit=1200).bytes == 1200
+        unpack_archive(archive, place, max_bytes=1000)
+    assert unpack_archive(archive, place.with_name("again"), max_bytes=1200).bytes == 1200
 
 
-def test_a_claimed_size_is_not_believed(place, tmp_path):
+def test_claimed_sizes_are_verified(place, tmp_path):
     huge = tarfile.TarInfo("huge")
     huge.size = 1 << 50
     archive = tar(tmp_path / "a", huge, mode="w")
     with pytest.raises(DataError, match="claims over"):
-        unpack(archive, place)
-    huge.size = 5000  # within the limit, but not there
+        unpack_archive(archive, place)
+    huge.size = 5000  # within the limit, but missing
     (tmp_path / "a").write_bytes(huge.tobuf() + b"short")
     with pytest.raises(DataError, match="broken"):
-        unpack(tmp_path / "a", place.with_name("again"))
+        unpack_archive(tmp_path / "a", place.with_name("again"))
 
 
-def test_bits_of_a_mode_are_not_taken_over(place, tmp_path):
+def test_file_modes_are_ignored(place, tmp_path):
     info = tarfile.TarInfo("tool")
     info.mode, info.size = 0o6777, 0
-    unpack(tar(tmp_path / "a", info), place)
+    unpack_archive(tar(tmp_path / "a", info), place)
     assert not (place / "tool").stat().st_mode & 0o6111
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"<html>sorry</html>", b"!<arch>\n", b"PK\x03\x04", b"\x1f\x8b\x08", b"\xfd7zXZ\x00"]
 )
-def test_what_is_no_archive_is_said_to_be_none(data, place, tmp_path):
+def test_other_files_are_refused(data, place, tmp_path):
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(DataError, match="no archive"):
-        unpack(tmp_path / "a", place)
+    with pytest.raises(DataError, match="not an archive"):
+        unpack_archive(tmp_path / "a", place)
 
 
-def test_a_deb_of_another_kind(place, tmp_path):
+def test_unsupported_deb_is_refused(place, tmp_path):
     with pytest.raises(DataError, match="zstd"):
-        unpack(deb(tmp_path / "a", ("x", b"1"), ending="zst"), place)
+        unpack_archive(deb(tmp_path / "a", ("x", b"1"), ending="zst"), place)
 
 
 NAMES = st.text(st.sampled_from("ab./\\:\0é"), min_size=1, max_size=12)
 
 
 @given(NAMES)
-def test_whatever_the_name_it_stays_inside(name):
-    path = inside(name)
+def test_resolved_names_stay_inside(name):
+    path = resolve_member_path(name)
     if path is not None:
         folder = Path("/some/folder")
         assert (
@@ -203,5 +203,5 @@ def test_broken_archives_unpack_or_are_refused(tmp_path_factory, make, data):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     (place / "a").write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
     with suppress(DataError):
-        unpack(place / "a", place / "into", limit=1 << 20)
+        unpack_archive(place / "a", place / "into", max_bytes=1 << 20)
     assert {p.name for p in place.iterdir()} <= {"a", "into"}

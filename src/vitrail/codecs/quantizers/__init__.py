@@ -1,40 +1,32 @@
-"""Quantizers: vectors → codes and ids, one short file each, one interface.
+"""Quantizers: vectors to codes and ids, with one interface and one file each.
 
-`make_quantizer(config)` builds the one whose config it is; in a recipe the `kind` of the table says which.
+`make_quantizer(config)` builds the quantizer of a config; in a recipe, `kind` selects it.
 """
 
-from vitrail.codecs.quantizers.base import Quantized, Quantizer, bits_of
+from typing import TYPE_CHECKING, TypeAlias
+
 from vitrail.codecs.quantizers.bsq import BSQ, BSQConfig
-from vitrail.codecs.quantizers.continuous import KL, Continuous, ContinuousConfig, KLConfig
+from vitrail.codecs.quantizers.continuous import KL, IdentityQuantizer, IdentityQuantizerConfig, KLConfig
 from vitrail.codecs.quantizers.fsq import FSQ, FSQConfig
-from vitrail.codecs.quantizers.grouped import GroupedVQ, GroupedVQConfig
+from vitrail.codecs.quantizers.grouped_vq import GroupedVQ, GroupedVQConfig
 from vitrail.codecs.quantizers.ibq import IBQ, IBQConfig
 from vitrail.codecs.quantizers.lfq import LFQ, LFQConfig
-from vitrail.codecs.quantizers.residual import ResidualVQ, ResidualVQConfig
+from vitrail.codecs.quantizers.quantizer import Quantizer, QuantizerOutput, bits_per_id
+from vitrail.codecs.quantizers.residual_vq import ResidualVQ, ResidualVQConfig
 from vitrail.codecs.quantizers.simvq import SimVQ, SimVQConfig
-from vitrail.codecs.quantizers.usage import Usage, usage
 from vitrail.codecs.quantizers.vq import VQ, VQConfig
+from vitrail.config import Config, make_registered_type
+from vitrail.registry import QUANTIZERS
 
-QuantizerConfig = (
-    VQConfig
-    | ResidualVQConfig
-    | GroupedVQConfig
-    | SimVQConfig
-    | IBQConfig
-    | FSQConfig
-    | LFQConfig
-    | BSQConfig
-    | ContinuousConfig
-    | KLConfig
-)
-
-QUANTIZERS: tuple[type[Quantizer], ...] = (
-    VQ, ResidualVQ, GroupedVQ, SimVQ, IBQ, FSQ, LFQ, BSQ, Continuous, KL,
-)  # fmt: skip
+if TYPE_CHECKING:
+    QuantizerConfig: TypeAlias = Config
+else:
+    QuantizerConfig = make_registered_type(QUANTIZERS, Config, lambda quantizer: quantizer.Config)
 
 
-def make_quantizer(config: QuantizerConfig) -> Quantizer:
-    return {kind.Config: kind for kind in QUANTIZERS}[type(config)](config)
+def make_quantizer(config: Config) -> Quantizer:
+    """Build the quantizer of a config."""
+    return QUANTIZERS[str(config.__struct_config__.tag)](config)
 
 
 __all__ = [
@@ -43,27 +35,24 @@ __all__ = [
     "IBQ",
     "KL",
     "LFQ",
-    "QUANTIZERS",
     "VQ",
     "BSQConfig",
-    "Continuous",
-    "ContinuousConfig",
     "FSQConfig",
     "GroupedVQ",
     "GroupedVQConfig",
     "IBQConfig",
+    "IdentityQuantizer",
+    "IdentityQuantizerConfig",
     "KLConfig",
     "LFQConfig",
-    "Quantized",
     "Quantizer",
     "QuantizerConfig",
+    "QuantizerOutput",
     "ResidualVQ",
     "ResidualVQConfig",
     "SimVQ",
     "SimVQConfig",
-    "Usage",
     "VQConfig",
-    "bits_of",
+    "bits_per_id",
     "make_quantizer",
-    "usage",
 ]

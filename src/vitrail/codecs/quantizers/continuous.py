@@ -1,6 +1,6 @@
-"""Latents that are not quantized, behind the same interface: as they are (AE), or drawn from a normal law (KL).
+"""Continuous latents behind the quantizer interface: unchanged (AE), or sampled from a normal distribution (KL).
 
-… any axes, D width of the latent
+Shapes: … any axes, D width of the latent.
 """
 
 from typing import Any
@@ -8,58 +8,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.codecs.quantizers.base import C, Quantized, Quantizer, wide
-from vitrail.config import Config
+from vitrail.codecs.quantizers.quantizer import C, Quantizer, QuantizerOutput, upcast
+from vitrail.config import Config, PositiveInt
 from vitrail.errors import ConfigError
+from vitrail.registry import QUANTIZERS
 
-LOGS = -30.0, 20.0  # of the variance: beyond them it over- or underflows
-
-
-class ContinuousConfig(Config, tag="continuous", tag_field="kind"):
-    dim: int
-
-    def __post_init__(self) -> None:
-        if self.dim < 1:
-            raise ConfigError(f"a latent of width {self.dim} is empty")
+LOG_VARIANCE_RANGE = -30.0, 20.0  # range of log variances without overflow and underflow
 
 
-class Unquantized(Quantizer[C]):
+class IdentityQuantizerConfig(Config, tag="continuous", tag_field="kind"):
+    dim: PositiveInt
+
+
+class ContinuousQuantizer(Quantizer[C]):
+    """Base class of quantizers with continuous codes and no ids."""
+
     def lookup(self, ids: Tensor) -> Tensor:
-        raise ConfigError(f"{type(self).__name__} has no ids: its codes are continuous", "keep the codes themselves")
+        raise ConfigError(f"{type(self).__name__} has continuous codes and no ids", "use the codes")
 
-    def split(self, ids: Tensor, groups: int) -> Tensor:
+    def split_ids(self, ids: Tensor, num_groups: int) -> Tensor:
         return self.lookup(ids)
 
-    def join(self, parts: Tensor) -> Tensor:
+    def join_ids(self, parts: Tensor) -> Tensor:
         return self.lookup(parts)
 
 
-class Continuous(Unquantized[ContinuousConfig]):
-    """Codes are the input; there are no ids and no losses."""
+@QUANTIZERS.register("continuous")
+class IdentityQuantizer(ContinuousQuantizer[IdentityQuantizerConfig]):
+    """Identity: codes are the input; there are no ids and no losses."""
 
-    Config = ContinuousConfig
+    Config = IdentityQuantizerConfig
 
-    def __init__(self, config: ContinuousConfig | None = None, **fields: Any):
+    def __init__(self, config: IdentityQuantizerConfig | None = None, **fields: Any):
         super().__init__(config, **fields)
-        self.dim = self.width = self.config.dim
+        self.dim = self.config.dim
+        self.width = self.dim
 
-    def forward(self, x: Tensor) -> Quantized:
-        self.check(x)
-        return Quantized(x, None, {})
+    def forward(self, x: Tensor) -> QuantizerOutput:
+        self.check_input(x)
+        return QuantizerOutput(x, None, {})
 
 
 class KLConfig(Config, tag="kl", tag_field="kind"):
-    width: int
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ConfigError(f"a latent of width {self.width} is empty")
+    width: PositiveInt
 
 
-class KL(Unquantized[KLConfig]):
-    """Reads a mean and the logarithm of a variance (…, 2D), gives a sample while it trains and else the mean (…, D).
+@QUANTIZERS.register("kl")
+class KL(ContinuousQuantizer[KLConfig]):
+    """Gaussian latent: takes a mean and a log variance (…, 2D), returns a sample in training and else the mean (…, D).
 
-    Loss: `kl`, to the standard normal distribution, in nats a vector.
+    Loss: `kl`, the divergence from the standard normal distribution, in nats for each vector.
     """
 
     Config = KLConfig
@@ -69,10 +67,10 @@ class KL(Unquantized[KLConfig]):
         self.width = self.config.width
         self.dim = 2 * self.width
 
-    def forward(self, x: Tensor) -> Quantized:
-        self.check(x)
-        mean, log = wide(x).chunk(2, -1)
-        log = log.clamp(*LOGS)
+    def forward(self, x: Tensor) -> QuantizerOutput:
+        self.check_input(x)
+        mean, log = upcast(x).chunk(2, -1)
+        log = log.clamp(*LOG_VARIANCE_RANGE)
         kl = (mean.square() + log.exp() - 1 - log).sum() / (2 * max(mean[..., 0].numel(), 1))
         codes = mean + (log / 2).exp() * torch.randn_like(mean) if self.training else mean
-        return Quantized(codes.to(x.dtype), None, {"kl": kl})
+        return QuantizerOutput(codes.to(x.dtype), None, {"kl": kl})

@@ -1,6 +1,6 @@
-"""Finite scalar quantization: every number of a vector is bounded and rounded to a few levels (Mentzer et al. 2023).
+"""Finite scalar quantization: bound every channel and round it to a few levels (Mentzer et al. 2023).
 
-… any axes, D dimensions
+Shapes: … any axes, D dimensions.
 """
 
 import math
@@ -10,28 +10,33 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitrail.codecs.quantizers import digits
-from vitrail.codecs.quantizers.base import Quantized, Quantizer, wide
+from vitrail.codecs.quantizers import mixed_radix
+from vitrail.codecs.quantizers.quantizer import Quantizer, QuantizerOutput, upcast
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.registry import QUANTIZERS
 
-SLACK = 1e-3  # the outermost levels are reached by finite numbers
+RANGE_SLACK = 1e-3  # extends the bound so that finite inputs reach the outermost levels
 
 
 class FSQConfig(Config, tag="fsq", tag_field="kind"):
     levels: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        digits.check(self.levels, "levels")
-        if max(self.levels) > digits.EXACT:
-            raise ConfigError(f"{max(self.levels)} levels are more than float32 tells apart", "use more dimensions")
+        mixed_radix.check_radices(self.levels, "levels")
+        if max(self.levels) > mixed_radix.MAX_EXACT_FLOAT32:
+            raise ConfigError(f"{max(self.levels)} levels exceed the precision of float32", "use more dimensions")
 
 
+@QUANTIZERS.register("fsq")
 class FSQ(Quantizer[FSQConfig]):
-    """Codes lie in −1 … 1; the first dimension is the lowest digit of an id. No losses."""
+    """Finite scalar quantizer. Codes are in −1 … 1; the first dimension is the lowest digit of an id. There are no
+    losses.
+    """
 
     Config = FSQConfig
-    low_first = lattice = True
+    lowest_digit_first = True
+    is_lattice = True
     middle: Tensor
     reach: Tensor
     offset: Tensor
@@ -40,42 +45,45 @@ class FSQ(Quantizer[FSQConfig]):
     def __init__(self, config: FSQConfig | None = None, **fields: Any):
         super().__init__(config, **fields)
         self.radices = self.config.levels
-        self.dim = self.width = len(self.radices)
-        self.sizes = (math.prod(self.radices),)
-        self.fill()
+        self.dim = len(self.radices)
+        self.width = self.dim
+        self.vocab_sizes = (math.prod(self.radices),)
+        self.make_tables()
 
-    def fill(self, device: torch.device | None = None) -> None:
-        """Make the tables, once: made in every pass, each would be a copy to the device."""
+    def make_tables(self, device: torch.device | None = None) -> None:
+        """Create the tables once: in every pass they would be copied to the device again."""
         levels = torch.tensor(self.radices, dtype=torch.float64, device=device)
         offset = (levels % 2 == 0) * 0.5
-        reach = (levels - 1) * (1 + SLACK) / 2
+        reach = (levels - 1) * (1 + RANGE_SLACK) / 2
         tables = {"middle": levels // 2, "reach": reach, "offset": offset, "start": torch.atanh(offset / reach)}
         for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """`to_empty` must not leave the tables unset: they are in no state that could be loaded."""
+        """Recompute the tables after a move: `to_empty` leaves them unset, and no checkpoint holds them."""
         super()._apply(fn, recurse)
-        self.fill(self.middle.device)
+        self.make_tables(self.middle.device)
         return self
 
-    def forward(self, x: Tensor) -> Quantized:
-        self.check(x)
+    def forward(self, x: Tensor) -> QuantizerOutput:
+        self.check_input(x)
         with torch.autocast(x.device.type, enabled=False):
-            z = wide(x)
+            z = upcast(x)
             middle, reach, offset, start = (t.to(z.dtype) for t in (self.middle, self.reach, self.offset, self.start))
-            codes, level = _Rounded.apply(z, start, reach, offset, middle, max(self.radices) > 1 / SLACK)
-        ids = digits.join(level.nan_to_num_(), self.radices, self.low_first)
-        return Quantized(codes.to(x.dtype), ids, {})
+            codes, level = _Rounded.apply(z, start, reach, offset, middle, max(self.radices) > 1 / RANGE_SLACK)
+        ids = mixed_radix.join_digits(level.nan_to_num_(), self.radices, self.lowest_digit_first)
+        return QuantizerOutput(codes.to(x.dtype), ids, {})
 
     def lookup(self, ids: Tensor) -> Tensor:
         self.check_ids(ids)
         middle = torch.tensor(self.radices, device=ids.device) // 2
-        return (digits.split(ids, self.radices, self.low_first) - middle).float() / middle
+        return (mixed_radix.split_digits(ids, self.radices, self.lowest_digit_first) - middle).float() / middle
 
 
 class _Rounded(torch.autograd.Function):
-    """x → codes and levels, counted from 0. Backward it is the bound, tanh, alone: rounding passes slopes on."""
+    """Round x to codes and levels, counted from 0; backward is the gradient of the bound (tanh), straight through
+    rounding.
+    """
 
     @staticmethod
     def forward(
@@ -83,7 +91,7 @@ class _Rounded(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         bound = (x + start).tanh_()
         level = torch.addcmul(-offset, bound, reach).round_()
-        if clamp:  # the slack alone would add a level
+        if clamp:  # with many levels, the slack would add a level
             level = level.clamp(-middle, middle - 2 * offset)
         ctx.save_for_backward(bound, reach / middle)
         codes, level = level / middle, level + middle

@@ -1,7 +1,7 @@
-"""Index backpropagation quantization: the gradient passes the choice of the index itself, so that every code learns
-from every vector (Shi et al. 2024).
+"""Index backpropagation quantization: gradients pass the choice of the index, so every vector updates all codes (Shi et
+al. 2024).
 
-N vectors, K codes, D width
+Shapes: N vectors, K codes, D width.
 """
 
 from collections.abc import Iterator
@@ -12,38 +12,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.codecs.quantizers import digits, ranks
-from vitrail.codecs.quantizers.base import Quantized, Quantizer, entropy_of, mean_square, wide
-from vitrail.codecs.quantizers.search import nearest
-from vitrail.config import Config
-from vitrail.errors import ConfigError
+from vitrail.codecs.quantizers import mixed_radix, rank_statistics
+from vitrail.codecs.quantizers.nearest_codes import find_nearest_codes
+from vitrail.codecs.quantizers.quantizer import Quantizer, QuantizerOutput, compute_entropy, mean_squared_error, upcast
+from vitrail.config import Config, PositiveFloat, PositiveInt
+from vitrail.registry import QUANTIZERS
 
-ROOM = 2**24  # products of vectors and codes that are held at once
+MAX_CHUNK_PRODUCTS = 2**24  # largest number of vector–code products in memory
 
 
 class IBQConfig(Config, tag="ibq", tag_field="kind"):
-    """sharpness  of the soft choice whose entropy is taken; 1 / temperature
-    diversity  how much the entropy of the batch weighs against that of each vector
+    """Config of `IBQ`.
+
+    inv_temperature   of the soft assignment in the entropy loss
+    diversity_weight  weight of the batch entropy against the entropy of each vector
     """
 
-    codes: int
-    dim: int
-    sharpness: float = 100.0
-    diversity: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.codes < 1 or self.dim < 1:
-            raise ConfigError(f"a codebook of {self.codes} codes of width {self.dim} is empty")
-        if not self.sharpness > 0:
-            raise ConfigError(f"a sharpness of {self.sharpness} tells no codes apart", "use a number above 0")
+    codebook_size: PositiveInt
+    dim: PositiveInt
+    inv_temperature: PositiveFloat = 100.0
+    diversity_weight: float = 1.0
 
 
+@QUANTIZERS.register("ibq")
 class IBQ(Quantizer[IBQConfig]):
-    """A vector takes the code with the highest product; backward, the mean of all codes by softmax of the products.
+    """A vector takes the code with the highest dot product; backward, the softmax-weighted mean of all codes.
 
-    Losses: `commit`, mean (x − code)² that moves x; `codebook`, the same that moves the codes; `entropy`, that of a
-    vector's soft choice less that of the batch, in nats, over all codes. The soft choices are made again in the
-    backward pass, a chunk of vectors at a time.
+    Losses: `commit`, mean (x − code)² with gradients to x; `codebook`, the same with gradients to the codes; `entropy`,
+    the mean entropy of each vector's soft assignment minus the weighted entropy of the batch, in nats. The backward
+    pass recomputes soft assignments in chunks of vectors.
     """
 
     Config = IBQConfig
@@ -51,55 +48,56 @@ class IBQ(Quantizer[IBQConfig]):
     def __init__(self, config: IBQConfig | None = None, **fields: Any):
         super().__init__(config, **fields)
         c = self.config
-        self.dim = self.width = c.dim
-        self.sizes = (c.codes,)
-        self.radices = digits.of(c.codes)
-        self.codebook = nn.Parameter(torch.randn(c.codes, c.dim) / c.dim**0.5)
+        self.dim = c.dim
+        self.width = self.dim
+        self.vocab_sizes = (c.codebook_size,)
+        self.radices = mixed_radix.make_radices(c.codebook_size)
+        self.codebook = nn.Parameter(torch.randn(c.codebook_size, c.dim) / c.dim**0.5)
 
-    def table(self) -> Tensor:
-        return wide(self.codebook)
+    def get_codebook(self) -> Tensor:
+        return upcast(self.codebook)
 
-    def forward(self, x: Tensor) -> Quantized:
-        self.check(x)
+    def forward(self, x: Tensor) -> QuantizerOutput:
+        self.check_input(x)
         c = self.config
         with torch.autocast(x.device.type, enabled=False):
-            z = wide(x)
-            flat, table = z.reshape(-1, self.dim), self.table().to(z.dtype)
-            ids = nearest(flat, table, product=True)
+            z = upcast(x)
+            flat, table = z.reshape(-1, self.dim), self.get_codebook().to(z.dtype)
+            ids = find_nearest_codes(flat, table, by_dot_product=True)
             hard = F.embedding(ids, table)
             codes = hard
             if torch.is_grad_enabled() and (flat.requires_grad or table.requires_grad):
-                soft = torch.cat([_remade(_soft, part, table) for part in self._chunks(flat)])
+                soft = torch.cat([_checkpointed(_soft_codes, part, table) for part in self._chunks(flat)])
                 codes = hard + (soft - soft.detach())
-            sums = [_remade(_sums, part, table * c.sharpness) for part in self._chunks(flat)]
+            sums = [_checkpointed(_sum_choices, part, table * c.inv_temperature) for part in self._chunks(flat)]
             own, chosen = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
-            mean = ranks.mean(chosen, len(flat)) if self.training else chosen / max(len(flat), 1)
+            mean = rank_statistics.mean_over_ranks(chosen, len(flat)) if self.training else chosen / max(len(flat), 1)
             losses = {
-                "commit": mean_square(flat, hard.detach()),
-                "codebook": mean_square(hard, flat.detach()),
-                "entropy": own / max(len(flat), 1) - c.diversity * entropy_of(mean),
+                "commit": mean_squared_error(flat, hard.detach()),
+                "codebook": mean_squared_error(hard, flat.detach()),
+                "entropy": own / max(len(flat), 1) - c.diversity_weight * compute_entropy(mean),
             }
-        return Quantized(codes.view_as(z).to(x.dtype), ids.view(x.shape[:-1]), losses)
+        return QuantizerOutput(codes.view_as(z).to(x.dtype), ids.view(x.shape[:-1]), losses)
 
     def lookup(self, ids: Tensor) -> Tensor:
         self.check_ids(ids)
-        return F.embedding(ids.long(), self.table())
+        return F.embedding(ids.long(), self.get_codebook())
 
     def _chunks(self, x: Tensor) -> Iterator[Tensor]:
-        return iter(x.split(max(1, ROOM // self.config.codes)))
+        return iter(x.split(max(1, MAX_CHUNK_PRODUCTS // self.config.codebook_size)))
 
 
-def _remade(function: Any, x: Tensor, table: Tensor) -> Any:
+def _checkpointed(function: Any, x: Tensor, table: Tensor) -> Any:
     return checkpoint(function, x, table, use_reentrant=False) if torch.is_grad_enabled() else function(x, table)
 
 
-def _soft(x: Tensor, table: Tensor) -> Tensor:
-    """The mean code of each vector; it moves the choice, not the codes that are averaged."""
+def _soft_codes(x: Tensor, table: Tensor) -> Tensor:
+    """Mean code of each vector; its gradient goes to the assignment, not to the averaged codes."""
     return (x @ table.T).softmax(1) @ table.detach()
 
 
-def _sums(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The entropies of the soft choices, summed, and how often each code is chosen (K,)"""
+def _sum_choices(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed entropy of the soft assignments, and how often each code is chosen (K,)."""
     logs = (x @ table.T).log_softmax(1)
     p = logs.exp()
     return -(p * logs).sum(), p.sum(0)

@@ -1,67 +1,18 @@
-"""Lookup-free quantization: the sign of every number is a bit (MAGVIT-v2).
+"""Lookup-free quantization: the sign of every channel is a bit (MAGVIT-v2)."""
 
-… any axes, D bits
-"""
-
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from vitrail.codecs.quantizers import bits
-from vitrail.codecs.quantizers.base import Quantized, Quantizer, mean_square, wide
-from vitrail.codecs.quantizers.gradients import straight_through
-from vitrail.config import Config
+from vitrail.codecs.quantizers.binary_codes import BinaryQuantizer, BinaryQuantizerConfig
+from vitrail.registry import QUANTIZERS
 
 
-class LFQConfig(Config, tag="lfq", tag_field="kind"):
-    """sharpness  of the soft choice whose entropy is taken; 1 / temperature
-    diversity  how much the entropy of the batch weighs against that of each vector
-    group      bits whose joint entropy is taken exactly in that of the batch
-    """
-
-    bits: int
-    sharpness: float = 100.0
-    diversity: float = 1.0
-    group: int = 1
-
-    def __post_init__(self) -> None:
-        bits.check(self.bits, self.group, self.sharpness)
+class LFQConfig(BinaryQuantizerConfig, tag="lfq", tag_field="kind"):
+    inv_temperature: float = 100.0
 
 
-class LFQ(Quantizer[LFQConfig]):
-    """Codes are ±1; the first dimension is the highest bit of an id.
+@QUANTIZERS.register("lfq")
+class LFQ(BinaryQuantizer[LFQConfig]):
+    """Lookup-free quantizer. Codes are ±1; the first dimension is the highest bit of an id.
 
-    Losses: `commit`, mean (x − code)²; `entropy`, that of a vector's soft choice less that of the batch, in nats.
+    Losses: `commit`, mean (x − code)²; `entropy`, see `entropy_loss`.
     """
 
     Config = LFQConfig
-    lattice = True
-
-    def __init__(self, config: LFQConfig | None = None, **fields: Any):
-        super().__init__(config, **fields)
-        self.dim = self.width = self.config.bits
-        self.radices = (2,) * self.dim
-        self.sizes = (2**self.dim,)
-
-    def forward(self, x: Tensor) -> Quantized:
-        self.check(x)
-        c = self.config
-        with torch.autocast(x.device.type, enabled=False):
-            z = wide(x)
-            signs = z > 0
-            hard = self._codes(signs, z.dtype)
-            logits = 4 * c.sharpness * z.reshape(-1, self.dim)
-            losses = {
-                "commit": mean_square(z, hard),
-                "entropy": bits.entropy(logits, c.group, c.diversity, self.training),
-            }
-            codes = straight_through(z, hard).to(x.dtype)
-        return Quantized(codes, bits.ids_of(signs), losses)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        self.check_ids(ids)
-        return self._codes(bits.signs_of(ids, self.dim), torch.float32)
-
-    def _codes(self, signs: Tensor, kind: torch.dtype) -> Tensor:
-        return signs.to(kind) * 2 - 1

@@ -1,6 +1,6 @@
-"""SimVQ: a frozen random codebook seen through one learnt matrix, so that every code moves when any is used.
+"""SimVQ: a frozen random codebook transformed by one learned matrix, so every update moves all codes.
 
-K codes, D width
+Shapes: K codes, D width.
 """
 
 from typing import Any
@@ -9,59 +9,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.codecs.quantizers import digits
-from vitrail.codecs.quantizers.base import Quantized, Quantizer, mean_square, wide
-from vitrail.codecs.quantizers.gradients import Through, through
-from vitrail.codecs.quantizers.search import nearest
-from vitrail.config import Config
-from vitrail.errors import ConfigError
+from vitrail.codecs.quantizers import mixed_radix
+from vitrail.codecs.quantizers.gradient_estimators import GradientEstimator, pass_gradient
+from vitrail.codecs.quantizers.nearest_codes import find_nearest_codes
+from vitrail.codecs.quantizers.quantizer import Quantizer, QuantizerOutput, mean_squared_error, upcast
+from vitrail.config import Config, PositiveInt
+from vitrail.registry import QUANTIZERS
 
 
 class SimVQConfig(Config, tag="simvq", tag_field="kind"):
-    """through  the gradient that passes the choice. Codes lie around the origin here and a matrix can scale all of
-    them, so vectors may fit those in the middle alone, at a large angle to them. There a rotated gradient
-    points elsewhere, nothing drives vectors out again, and a few codes end up in use.
+    """Config of `SimVQ`.
+
+    gradient_estimator  "straight" or "rotation". With "rotation" few codes stay in use: codes are centered at the
+                        origin
+                        and scale with the matrix, so vectors fit only the inner codes, at large angles, and the rotated
+                        gradient does not push them outwards.
     """
 
-    codes: int
-    dim: int
-    through: Through = "straight"
-
-    def __post_init__(self) -> None:
-        if self.codes < 1 or self.dim < 1:
-            raise ConfigError(f"a codebook of {self.codes} codes of width {self.dim} is empty")
+    codebook_size: PositiveInt
+    dim: PositiveInt
+    gradient_estimator: GradientEstimator = "straight"
 
 
+@QUANTIZERS.register("simvq")
 class SimVQ(Quantizer[SimVQConfig]):
-    """Losses: `commit`, mean (x − code)² that moves x; `codebook`, the same that moves the matrix."""
+    """SimVQ quantizer. Losses: `commit`, mean (x − code)² with gradients to x; `codebook`, the same with gradients to
+    the matrix.
+    """
 
     Config = SimVQConfig
 
     def __init__(self, config: SimVQConfig | None = None, **fields: Any):
         super().__init__(config, **fields)
         c = self.config
-        self.dim = self.width = c.dim
-        self.sizes = (c.codes,)
-        self.radices = digits.of(c.codes)
-        self.codebook = nn.Buffer(torch.randn(c.codes, c.dim) / c.dim**0.5)
+        self.dim = c.dim
+        self.width = self.dim
+        self.vocab_sizes = (c.codebook_size,)
+        self.radices = mixed_radix.make_radices(c.codebook_size)
+        self.codebook = nn.Buffer(torch.randn(c.codebook_size, c.dim) / c.dim**0.5)
         self.matrix = nn.Parameter(torch.empty(c.dim, c.dim))
-        nn.init.kaiming_uniform_(self.matrix, a=5**0.5)  # as nn.Linear starts
+        nn.init.kaiming_uniform_(self.matrix, a=5**0.5)  # as in nn.Linear
 
-    def table(self) -> Tensor:
+    def get_codebook(self) -> Tensor:
         return self.codebook @ self.matrix.to(self.codebook.dtype).T
 
-    def forward(self, x: Tensor) -> Quantized:
-        self.check(x)
+    def forward(self, x: Tensor) -> QuantizerOutput:
+        self.check_input(x)
         with torch.autocast(x.device.type, enabled=False):
-            z = wide(x)
-            table = self.table().to(z.dtype)
-            ids = nearest(z.reshape(-1, self.dim), table)
+            z = upcast(x)
+            table = self.get_codebook().to(z.dtype)
+            ids = find_nearest_codes(z.reshape(-1, self.dim), table)
             hard = F.embedding(ids, table).view_as(z)
-            losses = {"commit": mean_square(z, hard.detach()), "codebook": mean_square(hard, z.detach())}
-            codes = through(z, hard, self.config.through).to(x.dtype)
-        return Quantized(codes, ids.view(x.shape[:-1]), losses)
+            losses = {"commit": mean_squared_error(z, hard.detach()), "codebook": mean_squared_error(hard, z.detach())}
+            codes = pass_gradient(z, hard, self.config.gradient_estimator).to(x.dtype)
+        return QuantizerOutput(codes, ids.view(x.shape[:-1]), losses)
 
     def lookup(self, ids: Tensor) -> Tensor:
         self.check_ids(ids)
         with torch.autocast(ids.device.type, enabled=False):
-            return F.embedding(ids.long(), self.table())
+            return F.embedding(ids.long(), self.get_codebook())

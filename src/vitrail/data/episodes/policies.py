@@ -1,6 +1,6 @@
-"""Who acts while a world is recorded. A policy is made anew for every episode, with its own chance.
+"""Policies that act while episodes are recorded. Each episode gets a new policy with its own random generator.
 
-A numbers of an action
+Shape: A numbers of an action.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,122 +8,141 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from vitrail.data.episodes.episode import Choices, Dials
+from vitrail.data.episodes.episode import ContinuousActions, DiscreteActions
 
 
 class Policy(Protocol):
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The next action, for what is seen: int64 () or float32 (A,)."""
+    """Interface of a recording policy."""
+
+    def select_action(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Choose the next action for an observation: int64 () or float32 (A,)."""
         ...
 
 
-Make: TypeAlias = Callable[[np.random.Generator], Policy]
+PolicyFactory: TypeAlias = Callable[[np.random.Generator], Policy]
 
 
-class Sticky:
-    """Any action, by weight, and then often the same again: whoever changes his mind at every step gets nowhere."""
+class StickyPolicy:
+    """Samples actions by weight, and repeats the last one with a given probability, so that the agent moves
+    consistently."""
 
     def __init__(
-        self, chance: np.random.Generator, actions: Choices, weights: Mapping[str, float], again: float
+        self,
+        rng: np.random.Generator,
+        actions: DiscreteActions,
+        weights: Mapping[str, float],
+        repeat_probability: float,
     ) -> None:
         likely = np.array([weights.get(name, 0.0) for name in actions.names])
-        self.chance, self.likely, self.again = chance, likely / likely.sum(), again
-        self.last: int | None = None
+        self.rng, self.probabilities, self.repeat_probability = rng, likely / likely.sum(), repeat_probability
+        self.last_action: int | None = None
 
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        if self.last is None or self.chance.random() >= self.again:
-            self.last = int(self.chance.choice(len(self.likely), p=self.likely))
-        return np.array(self.last, np.int64)
+    def select_action(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        if self.last_action is None or self.rng.random() >= self.repeat_probability:
+            self.last_action = int(self.rng.choice(len(self.probabilities), p=self.probabilities))
+        return np.array(self.last_action, np.int64)
 
 
-def sticky(actions: Choices, weights: Mapping[str, float] | None = None, again: float = 0.75) -> Make:
+def build_sticky_policy(
+    actions: DiscreteActions, weights: Mapping[str, float] | None = None, repeat_probability: float = 0.75
+) -> PolicyFactory:
+    """Build a factory of sticky policies. Without weights, all actions are equally likely."""
     every = weights or dict.fromkeys(actions.names, 1.0)
-    return lambda chance: Sticky(chance, actions, every, again)
+    return lambda chance: StickyPolicy(chance, actions, every, repeat_probability)
 
 
-class Wander:
-    """Dials that drift: each step keeps most of where they were. Noise may be laid over another policy in this way."""
+class RandomWalkPolicy:
+    """Random walk in a continuous action space: each step keeps most of the last offset. Also adds noise to other
+    policies."""
 
-    def __init__(self, chance: np.random.Generator, dials: Dials, spread: float, keep: float) -> None:
-        self.chance, self.keep = chance, keep
-        self.low, self.high = np.array(dials.low), np.array(dials.high)
+    def __init__(self, rng: np.random.Generator, actions: ContinuousActions, spread: float, correlation: float) -> None:
+        self.rng, self.correlation = rng, correlation
+        self.low, self.high = np.array(actions.low), np.array(actions.high)
         self.spread = spread * (self.high - self.low) / 2
-        self.off = self.spread * chance.standard_normal(len(self.low))
+        self.offset = self.spread * rng.standard_normal(len(self.low))
 
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        return self.around((self.low + self.high) / 2)
+    def select_action(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        return self.add_noise((self.low + self.high) / 2)
 
-    def around(self, middle: np.ndarray) -> np.ndarray:
-        fresh = self.spread * self.chance.standard_normal(len(self.low))
-        self.off = self.keep * self.off + np.sqrt(1 - self.keep**2) * fresh
-        return np.clip(middle + self.off, self.low, self.high).astype(np.float32)
-
-
-def wander(dials: Dials, spread: float = 0.6, keep: float = 0.9) -> Make:
-    return lambda chance: Wander(chance, dials, spread, keep)
+    def add_noise(self, action: np.ndarray) -> np.ndarray:
+        """Return the action with correlated noise, clipped to its range."""
+        noise = self.spread * self.rng.standard_normal(len(self.low))
+        self.offset = self.correlation * self.offset + np.sqrt(1 - self.correlation**2) * noise
+        return np.clip(action + self.offset, self.low, self.high).astype(np.float32)
 
 
-class Seeker:
-    """Pocket: the shortest way to the coin, by what is shown, with a wrong step now and then."""
+def build_random_walk_policy(
+    actions: ContinuousActions, spread: float = 0.6, correlation: float = 0.9
+) -> PolicyFactory:
+    """Build a factory of random-walk policies."""
+    return lambda chance: RandomWalkPolicy(chance, actions, spread, correlation)
+
+
+class PocketPolicy:
+    """Pocket: follows the shortest path to the visible coin, with random errors."""
 
     CELLS, MOVES, WALL, WALKER, COIN = 8, ((0, -1), (0, 1), (-1, 0), (1, 0)), 1, 2, 3
 
-    def __init__(self, chance: np.random.Generator, wrong: float = 0.1) -> None:
-        self.chance, self.wrong = chance, wrong
+    def __init__(self, rng: np.random.Generator, error_probability: float = 0.1) -> None:
+        self.rng, self.error_probability = rng, error_probability
 
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        side = len(seen["labels"])
-        middle = (2 * np.arange(self.CELLS) + 1) * side // (2 * self.CELLS)
-        cells = seen["labels"][middle[:, None], middle[None]]
-        far = np.full(cells.shape, np.inf)
-        far[cells == self.COIN] = 0
-        inside = far[1:-1, 1:-1]
-        for _ in range(cells.size):  # one step further every time
-            around = np.min([far[:-2, 1:-1], far[2:, 1:-1], far[1:-1, :-2], far[1:-1, 2:]], 0) + 1
-            inside[:] = np.where(cells[1:-1, 1:-1] == self.WALL, np.inf, np.minimum(inside, around))
-        here = np.argwhere(cells == self.WALKER)
-        lost = not len(here) or self.chance.random() < self.wrong
-        if lost or np.isinf(far[tuple(here[0])]):
-            return np.array(self.chance.integers(len(self.MOVES)), np.int64)
-        return np.array(np.argmin([far[tuple(here[0] + move)] for move in self.MOVES]), np.int64)
+    def select_action(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        size = len(observation["labels"])
+        centres = (2 * np.arange(self.CELLS) + 1) * size // (2 * self.CELLS)
+        cells = observation["labels"][centres[:, None], centres[None]]
+        distance = np.full(cells.shape, np.inf)
+        distance[cells == self.COIN] = 0
+        inner = distance[1:-1, 1:-1]
+        for _ in range(cells.size):  # each iteration extends distances by one step
+            neighbour_min = (
+                np.min([distance[:-2, 1:-1], distance[2:, 1:-1], distance[1:-1, :-2], distance[1:-1, 2:]], 0) + 1
+            )
+            inner[:] = np.where(cells[1:-1, 1:-1] == self.WALL, np.inf, np.minimum(inner, neighbour_min))
+        position = np.argwhere(cells == self.WALKER)
+        is_random = not len(position) or self.rng.random() < self.error_probability
+        if is_random or np.isinf(distance[tuple(position[0])]):
+            return np.array(self.rng.integers(len(self.MOVES)), np.int64)
+        return np.array(np.argmin([distance[tuple(position[0] + move)] for move in self.MOVES]), np.int64)
 
 
-class Pusher:
-    """PushT: walks to a place beside the block, and pushes through it, half the time towards the goal."""
+class PushTPolicy:
+    """PushT: moves next to the block and pushes through it, half of the time towards the goal."""
 
-    GOAL, REACH = np.array([256.0, 256.0]), 60.0  # pixels; the disc moves about as far in a step
+    GOAL, REACH = np.array([256.0, 256.0]), 60.0  # pixels; about the distance that the disc moves in a step
 
-    def __init__(self, chance: np.random.Generator, dials: Dials) -> None:
-        self.chance, self.noise = chance, Wander(chance, dials, 0.04, 0.7)
-        self.left = 0  # steps until another push is thought of
-        self.way, self.behind = np.zeros(2), True
+    def __init__(self, rng: np.random.Generator, actions: ContinuousActions) -> None:
+        self.rng, self.noise = rng, RandomWalkPolicy(rng, actions, 0.04, 0.7)
+        self.steps_left = 0  # steps until the next push is planned
+        self.direction, self.approaching = np.zeros(2), True
 
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        x, y, *_, angle = seen["state"].astype(np.float64)
+    def select_action(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        x, y, *_, angle = observation["state"].astype(np.float64)
         agent = np.array([x, y])
-        block = seen["state"][2:4] + 45 * np.array([-np.sin(angle), np.cos(angle)])  # the middle of its weight
-        if self.left == 0:
-            self.left, self.behind = int(self.chance.integers(12, 30)), True
-            turn = self.chance.normal(0, 0.5) if self.chance.random() < 0.5 else self.chance.uniform(-np.pi, np.pi)
-            towards = np.arctan2(*(self.GOAL - block)[::-1]) + turn
-            self.way = np.array([np.cos(towards), np.sin(towards)])
-        self.left -= 1
-        start = block - 110 * self.way
-        self.behind = self.behind and bool(np.linalg.norm(agent - np.clip(start, 20, 492)) > 25)
-        step = (start if self.behind else block + 80 * self.way) - agent
-        step *= min(1.0, self.REACH / max(np.linalg.norm(step), 1e-6))
-        return self.noise.around(agent + step)
+        block = observation["state"][2:4] + 45 * np.array([-np.sin(angle), np.cos(angle)])  # the block's centre of mass
+        if self.steps_left == 0:
+            self.steps_left, self.approaching = int(self.rng.integers(12, 30)), True
+            angle_noise = self.rng.normal(0, 0.5) if self.rng.random() < 0.5 else self.rng.uniform(-np.pi, np.pi)
+            push_angle = np.arctan2(*(self.GOAL - block)[::-1]) + angle_noise
+            self.direction = np.array([np.cos(push_angle), np.sin(push_angle)])
+        self.steps_left -= 1
+        start = block - 110 * self.direction
+        self.approaching = self.approaching and bool(np.linalg.norm(agent - np.clip(start, 20, 492)) > 25)
+        delta = (start if self.approaching else block + 80 * self.direction) - agent
+        delta *= min(1.0, self.REACH / max(np.linalg.norm(delta), 1e-6))
+        return self.noise.add_noise(agent + delta)
 
 
-class Driver:
-    """CarRacing: follows the road, slower in bends, with unsteady hands."""
+class CarRacingPolicy:
+    """CarRacing: follows the road, slows down in bends, with noise."""
 
-    def __init__(self, chance: np.random.Generator, dials: Dials, spread: float) -> None:
-        self.noise = Wander(chance, dials, spread, 0.9)
-        self.pace = chance.uniform(25, 55)
+    def __init__(self, rng: np.random.Generator, actions: ContinuousActions, spread: float) -> None:
+        self.noise = RandomWalkPolicy(rng, actions, spread, 0.9)
+        self.target_speed = rng.uniform(25, 55)
 
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
-        speed, _, offset, error, bend = seen["state"].astype(np.float64)
-        steer = 0.06 * offset - 1.5 * error - 0.8 * bend  # left is negative here
-        pace = self.pace / (1 + 1.5 * abs(bend))
-        return self.noise.around(np.array([steer, np.clip(0.05 * (pace - speed), 0, 1), 0.03 * max(speed - pace, 0)]))
+    def select_action(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        speed, _, offset, heading_error, curvature = observation["state"].astype(np.float64)
+        steer = 0.06 * offset - 1.5 * heading_error - 0.8 * curvature  # left is negative
+        target = self.target_speed / (1 + 1.5 * abs(curvature))
+        return self.noise.add_noise(
+            np.array([steer, np.clip(0.05 * (target - speed), 0, 1), 0.03 * max(speed - target, 0)])
+        )

@@ -1,4 +1,4 @@
-"""Four scenes that ship with the package, with all that is true of them. `vitrail.data.examples.make` drew them."""
+"""Four example scenes with their ground truth, shipped with the package and drawn by `experiments.render_examples`."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from vitrail.errors import DataError
 
 FOLDER = Path(__file__).parent
-TRUTH = "truth.json"
+GROUND_TRUTH_FILE = "truth.json"
 
 
-class Example(NamedTuple):
-    """A picture's file; its caption, and questions with their kind and their answer."""
+class ExampleScene(NamedTuple):
+    """An example: its image file, its caption, and its questions with kind and answer."""
 
     file: Path
     caption: str
@@ -19,13 +19,15 @@ class Example(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Name of the example, from its file."""
         return self.file.stem
 
 
-def examples(folder: Path = FOLDER) -> list[Example]:
-    file = folder / TRUTH
+def load_examples(folder: Path = FOLDER) -> list[ExampleScene]:
+    """Load the examples of a folder."""
+    file = folder / GROUND_TRUTH_FILE
     try:
         rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["scenes"]
-        return [Example(folder / f"{row['name']}.png", row["caption"], tuple(row["questions"])) for row in rows]
+        return [ExampleScene(folder / f"{row['name']}.png", row["caption"], tuple(row["questions"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} does not tell the example scenes: {error}", "install the package again") from None
+        raise DataError(f"{file} cannot be read: {error}", "reinstall the package") from None

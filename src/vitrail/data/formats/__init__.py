@@ -1,19 +1,19 @@
-"""The files people bring, read alike: every format gives numbered `Sample`s."""
+"""Readers of dataset files. Every format is read as numbered `Sample`s."""
 
-from vitrail.data.formats.kinds import KINDS, guess, open_format
-from vitrail.data.formats.masks import Instance, Polygons, Rle, mask
-from vitrail.data.formats.sample import Part, Sample, Samples, Turn
+from vitrail.data.formats.masks import Instance, Polygons, Rle, rasterize_mask
+from vitrail.data.formats.registry import FORMATS, detect_format, open_dataset
+from vitrail.data.formats.sample import ContentPart, Sample, SampleDataset, Turn
 
 __all__ = [
-    "KINDS",
+    "FORMATS",
+    "ContentPart",
     "Instance",
-    "Part",
     "Polygons",
     "Rle",
     "Sample",
-    "Samples",
+    "SampleDataset",
     "Turn",
-    "guess",
-    "mask",
-    "open_format",
+    "detect_format",
+    "open_dataset",
+    "rasterize_mask",
 ]

@@ -1,6 +1,6 @@
-"""Boxes and outlines of things in pictures, and an outline as a mask.
+"""Boxes and segmentations of objects in images, and their masks.
 
-H, W picture; P corners of a polygon. COCO counts pixels down the columns, so flat indices here are x·H + y.
+Shapes: H and W image, P corners of a polygon. COCO counts pixels down the columns, so flat indices here are x·H + y.
 """
 
 from collections.abc import Sequence
@@ -9,68 +9,75 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.errors import DataError
-from vitrail.processing.images import MAX_PIXELS
+from vitrail.processing.image_loading import MAX_PIXELS
 
-FINE = 5  # COCO draws outlines on a grid five times finer
+SUBPIXELS = 5  # COCO draws polygons on a grid five times finer
 
 
 class Polygons(NamedTuple):
-    """One or more closed outlines, each x, y, x, y, … in pixels; the thing is all of them together."""
+    """One or more closed polygons, each x, y, x, y, … in pixels. The object is their union."""
 
     outlines: tuple[tuple[float, ...], ...]
 
 
 class Rle(NamedTuple):
-    """Lengths of runs down the columns, off first; or COCO's text of them."""
+    """Run lengths down the columns, starting with background; as numbers or as COCO's compressed text."""
 
     size: tuple[int, int]  # height, width
     counts: tuple[int, ...] | str
 
 
 class Instance(NamedTuple):
-    """A thing in a picture; `box` is (left, top, right, bottom) in pixels."""
+    """An object in an image; `box` is (left, top, right, bottom) in pixels."""
 
     category: str
     box: tuple[float, float, float, float]
-    crowd: bool = False
+    is_crowd: bool = False
     area: float = 0.0
-    outline: Polygons | Rle | None = None
+    segmentation: Polygons | Rle | None = None
 
-    def mask(self, size: tuple[int, int]) -> np.ndarray:
-        """Where it is, as bool (H, W)."""
-        if self.outline is None:
-            raise DataError(f"this {self.category} has no outline", "use its box")
-        return mask(self.outline, size)
+    def to_mask(self, size: tuple[int, int]) -> np.ndarray:
+        """Rasterize the segmentation as bool (H, W)."""
+        if self.segmentation is None:
+            raise DataError(f"this {self.category} has no segmentation", "use its box")
+        return rasterize_mask(self.segmentation, size)
 
 
-def mask(outline: Polygons | Rle, size: tuple[int, int]) -> np.ndarray:
-    """An outline as bool (H, W), pixel for pixel as pycocotools draws it."""
+def rasterize_mask(segmentation: Polygons | Rle, size: tuple[int, int]) -> np.ndarray:
+    """Rasterize a segmentation as bool (H, W), identical to pycocotools."""
     H, W = size
     if H < 1 or W < 1 or H * W > MAX_PIXELS:
-        raise DataError(f"a mask of {H}×{W} pixels", f"sides are at least 1, and all within {MAX_PIXELS:,} pixels")
-    if isinstance(outline, Polygons):
-        drawn = np.zeros((H, W), bool)
-        for corners in outline.outlines:
-            drawn |= _fill(corners, H, W)
-        return drawn
-    if tuple(outline.size) != (H, W):
-        raise DataError(f"runs for {tuple(outline.size)} pixels, the picture has {H}×{W}", "use the runs' own size")
-    counts = uncompress(outline.counts) if isinstance(outline.counts, str) else outline.counts
+        raise DataError(f"a mask has {H}×{W} pixels", f"give sides of at least 1, and at most {MAX_PIXELS:,} pixels")
+    if isinstance(segmentation, Polygons):
+        filled = np.zeros((H, W), bool)
+        for corners in segmentation.outlines:
+            filled |= _fill_polygon(corners, H, W)
+        return filled
+    if tuple(segmentation.size) != (H, W):
+        raise DataError(
+            f"a run-length mask has {tuple(segmentation.size)} pixels, expected {H}×{W}", "use the mask's size"
+        )
+    counts = decompress_rle(segmentation.counts) if isinstance(segmentation.counts, str) else segmentation.counts
     if any(count < 0 for count in counts) or sum(counts) != H * W:
-        raise DataError(f"runs of {sum(counts):,} pixels for {H}×{W}", "they must add up to height × width")
-    flat = np.repeat(np.arange(len(counts)) % 2 == 1, np.array(counts, dtype=np.int64))  # (W·H,)
-    return np.ascontiguousarray(flat.reshape(W, H).T)
+        raise DataError(f"run lengths add up to {sum(counts):,} for {H}×{W} pixels", "export the annotations again")
+    values = np.repeat(np.arange(len(counts)) % 2 == 1, np.array(counts, dtype=np.int64))  # (W·H,)
+    return np.ascontiguousarray(values.reshape(W, H).T)
 
 
-def uncompress(text: str) -> list[int]:
-    """COCO's text of runs: little-endian groups of five bits, a sixth says that more follow; from the fourth run on
-    each is the difference to the run two before it."""
+def decompress_rle(text: str) -> list[int]:
+    """Decompress COCO's text of run lengths.
+
+    Numbers are little-endian groups of five bits, and a sixth bit says that more groups follow. From the fourth run on,
+    each number is the difference to the run two before it.
+    """
     counts: list[int] = []
     value, shift = 0, 0
     for char in text:
         bits = ord(char) - 48
         if not 0 <= bits < 64 or shift > 60:
-            raise DataError(f"compressed runs hold {char!r} where no number can", "export the annotations again")
+            raise DataError(
+                f"compressed run lengths have the invalid character {char!r}", "export the annotations again"
+            )
         value |= (bits & 31) << shift
         shift += 5
         if not bits & 32:
@@ -79,37 +86,41 @@ def uncompress(text: str) -> list[int]:
             counts.append(value + (counts[-2] if len(counts) > 2 else 0))
             value, shift = 0, 0
     if shift:
-        raise DataError("compressed runs end in the middle of a number", "export the annotations again")
+        raise DataError("compressed run lengths end in the middle of a number", "export the annotations again")
     return counts
 
 
-def _fill(corners: Sequence[float], H: int, W: int) -> np.ndarray:
-    """The inside of one polygon: a pixel is in it if the outline crosses its column above it an odd number of times."""
+def _fill_polygon(corners: Sequence[float], H: int, W: int) -> np.ndarray:
+    """Fill one polygon: a pixel is inside if the outline crosses its column above it an odd number of times."""
     points = np.array(corners, dtype=np.float64)
     if len(points) < 6 or len(points) % 2:
-        raise DataError(f"an outline of {len(points)} numbers", "give x and y of at least three corners")
-    if not np.all(np.abs(points) <= 4 * max(H, W)):  # also NaN; the walk below would take for ever
-        raise DataError(f"an outline reaches {np.abs(points).max():.3g} pixels from a picture of {H}×{W}", "mend it")
-    fine = (FINE * points.reshape(-1, 2) + 0.5).astype(np.int64)  # (P, 2); rounds towards 0, as COCO's does
+        raise DataError(f"a polygon has {len(points)} numbers", "give x and y of at least three corners")
+    # also catches NaN; large values would make the loop below very long
+    if not np.all(np.abs(points) <= 4 * max(H, W)):
+        raise DataError(
+            f"a polygon reaches coordinate {np.abs(points).max():.3g} in an image of {H}×{W}",
+            "export the annotations again",
+        )
+    fine = (SUBPIXELS * points.reshape(-1, 2) + 0.5).astype(np.int64)  # (P, 2); rounds towards 0, like COCO's code
     crossings = np.zeros(W * H + 1, dtype=np.int64)
     for (x0, y0), (x1, y1) in zip(fine, np.roll(fine, -1, axis=0), strict=True):
-        np.add.at(crossings, _crossed(int(x0), int(y0), int(x1), int(y1), H, W), 1)
+        np.add.at(crossings, _find_crossings(int(x0), int(y0), int(x1), int(y1), H, W), 1)
     return np.ascontiguousarray((np.cumsum(crossings[:-1]) % 2 == 1).reshape(W, H).T)
 
 
-def _crossed(x0: int, y0: int, x1: int, y1: int, H: int, W: int) -> np.ndarray:
-    """Flat indices of the first pixel below the edge in each column whose middle the edge crosses."""
+def _find_crossings(x0: int, y0: int, x1: int, y1: int, H: int, W: int) -> np.ndarray:
+    """Flat indices of the first pixel below the edge, in each column whose centre the edge crosses."""
     dx, dy = abs(x1 - x0), abs(y1 - y0)
     steps = np.arange(max(dx, dy) + 1)
-    if (dx >= dy and x0 > x1) or (dx < dy and y0 > y1):  # always walked upwards, so that both ways round the same
+    if (dx >= dy and x0 > x1) or (dx < dy and y0 > y1):  # always in ascending order, so that both orientations agree
         x0, y0, x1, y1, steps = x1, y1, x0, y0, steps[::-1]
     if dx >= dy:
         x, y = steps + x0, (y0 + (y1 - y0) / max(dx, 1) * steps + 0.5).astype(np.int64)
     else:
         x, y = (x0 + (x1 - x0) / dy * steps + 0.5).astype(np.int64), steps + y0
     moved = x[1:] != x[:-1]
-    column = (np.where(x[1:] < x[:-1], x[1:], x[1:] - 1)[moved] + 0.5) / FINE - 0.5
-    row = (np.minimum(y[1:], y[:-1])[moved] + 0.5) / FINE - 0.5
+    column = (np.where(x[1:] < x[:-1], x[1:], x[1:] - 1)[moved] + 0.5) / SUBPIXELS - 0.5
+    row = (np.minimum(y[1:], y[:-1])[moved] + 0.5) / SUBPIXELS - 0.5
     inside = (np.floor(column) == column) & (column >= 0) & (column <= W - 1)
     rows = np.ceil(np.clip(row[inside], 0, H)).astype(np.int64)
     return column[inside].astype(np.int64) * H + rows

@@ -1,4 +1,4 @@
-"""What every format gives: numbered samples of one shape."""
+"""Samples: the common representation of all dataset formats."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tqdm import tqdm
 
 from vitrail.data.formats.masks import Instance
 from vitrail.errors import DataError, ImageError, VitrailError
-from vitrail.processing.images import load_image
+from vitrail.processing.image_loading import load_image
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from vitrail.data.video import Film
+    from vitrail.data.video_file import VideoFile
 
 Role = Literal["system", "user", "assistant"]
 
 
-class Part(NamedTuple):
-    """A piece of a turn: words, or the place of picture or video number `index` of the sample."""
+class ContentPart(NamedTuple):
+    """A part of a turn: text, or the position of image or video number `index` of the sample."""
 
     kind: Literal["text", "image", "video"]
     text: str = ""
@@ -31,25 +31,27 @@ class Part(NamedTuple):
 
 
 class Turn(NamedTuple):
+    """One turn of a conversation: a role and its parts."""
+
     role: Role
-    parts: tuple[Part, ...]
+    parts: tuple[ContentPart, ...]
 
     @property
     def text(self) -> str:
-        """The words alone."""
+        """The text of the turn, without images and videos."""
         return "".join(part.text for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample of any format; what a format does not have stays empty. Pictures are files, or the bytes of one.
+    """One sample of any format. Fields that a format does not have are empty. Images are files, or the bytes of one.
 
-    `answers` are the right ones (of VQA all ten, of a multiple choice its letter), apart from `turns`: a question's
-    turns end with the user, so that training and judging read the same prompt. `notes` keep what only this format has.
+    `answers` are the ground truth (VQA's ten, the letter of a choice) and are not part of `turns`: a question's turns
+    end with the user, so training and evaluation read the same prompt. `metadata` holds what only this format has.
     """
 
     id: str
-    pictures: tuple[Path | bytes, ...] = ()
+    images: tuple[Path | bytes, ...] = ()
     videos: tuple[Path, ...] = ()
     turns: tuple[Turn, ...] = ()
     answers: tuple[str, ...] = ()
@@ -59,32 +61,32 @@ class Sample:
     label: str | None = None
     instances: tuple[Instance, ...] = ()
     moments: tuple[tuple[float, float], ...] = ()  # start and end in the first video, in seconds
-    size: tuple[int, int] | None = None  # height, width of the first picture, as the file claims
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None  # height and width of the first image, as stated by the file
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def shown(self) -> tuple[Path | bytes, ...]:
-        """Pictures, then videos."""
-        return (*self.pictures, *self.videos)
+    def media(self) -> tuple[Path | bytes, ...]:
+        """Images, then videos."""
+        return (*self.images, *self.videos)
 
-    def image(self, index: int = 0, **how: Any) -> Image.Image:
-        """Picture number `index` as RGB; `how` goes to `load_image`."""
+    def load_image(self, index: int = 0, **options: Any) -> Image.Image:
+        """Load image number `index` as RGB. The options are those of `load_image`."""
         try:
-            return load_image(self.pictures[index], **how)
+            return load_image(self.images[index], **options)
         except ImageError as error:
             raise ImageError(f"sample {self.id}: {error.problem}", error.remedy) from error
 
-    def film(self, index: int = 0) -> Film:
-        """Video number `index`, opened."""
-        from vitrail.data.video import open_video
+    def open_video(self, index: int = 0) -> VideoFile:
+        """Open video number `index`."""
+        from vitrail.data.video_file import open_video
 
         try:
             return open_video(self.videos[index])
         except DataError as error:
             raise DataError(f"sample {self.id}: {error.problem}", error.remedy) from error
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The turns as `ChatTemplate` takes them."""
+    def to_messages(self) -> list[dict[str, Any]]:
+        """Convert the turns to the messages that `ChatTemplate` takes."""
         return [
             {
                 "role": turn.role,
@@ -97,32 +99,33 @@ class Sample:
         ]
 
 
-def asked(question: str, pictures: int = 1) -> tuple[Turn, ...]:
-    """A question about pictures, as one turn of the user: pictures first."""
-    shown = (Part("image", index=i) for i in range(pictures))
-    return (Turn("user", (*shown, Part("text", question))),)
+def build_question_turns(question: str, num_images: int = 1) -> tuple[Turn, ...]:
+    """Build a question about images as one user turn, images first."""
+    image_parts = (ContentPart("image", index=i) for i in range(num_images))
+    return (Turn("user", (*image_parts, ContentPart("text", question))),)
 
 
-class Samples(Sequence[Sample]):
-    """A data set: `rows` as parsed once, and `make`, which turns one of them into a `Sample` when it is asked for.
+class SampleDataset(Sequence[Sample]):
+    """A dataset of numbered samples with unique ids.
 
-    Ids are unique. `names` are the classes or categories, `skipped` counts what was seen and not read, by its kind.
+    `rows` are parsed once; `make_sample` turns a row into a `Sample` on access. `names` are the classes or categories.
+    `skipped` counts entries that were found but not read, by reason.
     """
 
     def __init__(
         self,
-        kind: str,
+        format_name: str,
         path: Path,
         rows: Sequence[Any],
-        make: Callable[[Any], Sample],
+        make_sample: Callable[[Any], Sample],
         *,
         names: Sequence[str] = (),
         skipped: Mapping[str, int] | None = None,
     ):
         if not rows:
-            raise DataError(f"{path} holds no samples", f"is it the right file? {kind} was expected")
-        self.kind, self.path, self.names, self.skipped = kind, path, tuple(names), dict(skipped or {})
-        self._rows, self._make = rows, make
+            raise DataError(f"{path} holds no samples", f"check that the file has the format {format_name}")
+        self.format_name, self.path, self.names, self.skipped = format_name, path, tuple(names), dict(skipped or {})
+        self._rows, self._make = rows, make_sample
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -135,17 +138,18 @@ class Samples(Sequence[Sample]):
 
     def __repr__(self) -> str:
         skipped = ", ".join(f"{count:,} {what}" for what, count in self.skipped.items())
-        return f"<{len(self):,} samples of {self.path} ({self.kind}{'; skipped ' + skipped if skipped else ''})>"
+        return f"<{len(self):,} samples of {self.path} ({self.format_name}{'; skipped ' + skipped if skipped else ''})>"
 
-    def only(self, rows: Iterable[int]) -> Samples:
-        """Some of the samples, by number."""
-        some = [self._rows[row] for row in rows]
-        return Samples(self.kind, self.path, some, self._make, names=self.names, skipped=self.skipped)
+    def select(self, rows: Iterable[int]) -> SampleDataset:
+        """Select samples by number."""
+        selected = [self._rows[row] for row in rows]
+        return SampleDataset(self.format_name, self.path, selected, self._make, names=self.names, skipped=self.skipped)
 
     def check(self) -> None:
-        """Make every sample once, so that a missing picture is known before a long run; says how many cannot be."""
+        """Build every sample once, so that missing images are found before a long run. Raise `DataError` with their
+        number."""
         broken: list[VitrailError] = []
-        for row in progress(self._rows, f"check {self.path.name}"):
+        for row in show_progress(self._rows, f"check {self.path.name}"):
             try:
                 self._make(row)
             except VitrailError as error:
@@ -153,21 +157,21 @@ class Samples(Sequence[Sample]):
         if broken:
             first = broken[0]
             raise DataError(
-                f"{len(broken):,} of {len(self):,} samples of {self.path} cannot be read; the first: {first.problem}",
+                f"{len(broken):,} of {len(self):,} samples of {self.path} cannot be read; first error: {first.problem}",
                 first.remedy,
             )
 
 
-def progress(rows: Iterable[Any], what: str) -> Iterator[Any]:
-    """The rows, with a bar for what takes over two seconds."""
-    return iter(tqdm(rows, desc=what, delay=2, leave=False, disable=None))
+def show_progress(rows: Iterable[Any], description: str) -> Iterator[Any]:
+    """Iterate over rows with a progress bar, if it takes over two seconds."""
+    return iter(tqdm(rows, desc=description, delay=2, leave=False, disable=None))
 
 
-def refuse_twins(ids: Sequence[str], path: Path) -> None:
-    """Answers are matched to questions by id, so no two samples may share one."""
+def check_unique_ids(ids: Sequence[str], path: Path) -> None:
+    """Check that ids are unique: answers are matched to questions by id."""
     seen: dict[str, int] = {}
     for number, name in enumerate(ids):
         if seen.setdefault(name, number) != number:
             raise DataError(
-                f"{path}: samples {seen[name]} and {number} have the same id {name!r:.80}", "give each its own"
+                f"{path}: samples {seen[name]} and {number} have the same id {name!r:.80}", "give each its own id"
             )

@@ -1,1 +1,1 @@
-"""Pictures composed of real sprites, whose truth is known: what is where, in which colour, before or behind what."""
+"""Synthetic scenes composed of sprites, with known ground truth: objects, positions, colours and depth order."""

@@ -1,10 +1,10 @@
-"""What lies behind a scene: no stored pictures, but a small lattice of colours stretched over the picture.
+"""Procedural backgrounds: a small lattice of colours, interpolated over the image.
 
-A background is one whole number; its remainder says the kind and all else is drawn from it. Between the points of the
-lattice colours go straight (gradients), smoothly (noise) or at once, over one pixel (stripes and checks). The colours
-are muted, so that tinted objects stand out.
+A background is one integer. Its remainder determines the kind, and its random numbers determine the rest. Colours
+between lattice points change linearly (gradients), smoothly (noise) or within one pixel (stripes and checks). The
+colours are muted, so that tinted objects stand out.
 
-B scenes, N points a side, H, W pixels.
+Shapes: B scenes, N lattice points per side, H × W pixels.
 """
 
 from typing import NamedTuple
@@ -12,45 +12,53 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.scenes.chance import pick
-from vitrail.data.scenes.lanes import lerp, pack
+from vitrail.data.scenes.counter_rng import random_integers
+from vitrail.data.scenes.packed_pixels import lerp, pack_channels
 
-N = 16
+LATTICE_SIZE = 16
 _STRAIGHT, _SMOOTH, _SHARP = range(3)
 
 
-class Kind(NamedTuple):
+class BackgroundKind(NamedTuple):
+    """A kind of background."""
+
     name: str
-    cells: tuple[int, int]  # the least and the greatest number of cells across the picture
-    curve: int
+    cell_range: tuple[int, int]  # minimum and maximum number of cells across the image
+    interpolation: int  # interpolation between lattice points
 
 
-KINDS = (
-    Kind("flat", (1, 1), _STRAIGHT),
-    Kind("gradient", (4, 4), _STRAIGHT),
-    Kind("stripes", (3, 12), _SHARP),
-    Kind("checks", (3, 12), _SHARP),
-    Kind("noise", (5, 15), _SMOOTH),
-    Kind("photo", (9, 15), _STRAIGHT),  # light above, dark below, large and small blotches between
+BACKGROUND_KINDS = (
+    BackgroundKind("flat", (1, 1), _STRAIGHT),
+    BackgroundKind("gradient", (4, 4), _STRAIGHT),
+    BackgroundKind("stripes", (3, 12), _SHARP),
+    BackgroundKind("checks", (3, 12), _SHARP),
+    BackgroundKind("noise", (5, 15), _SMOOTH),
+    BackgroundKind(
+        "photo", (9, 15), _STRAIGHT
+    ),  # like a blurred photo: light at the top, dark at the bottom, with large and small blotches
 )
-NAMES = tuple(kind.name for kind in KINDS)
+BACKGROUND_NAMES = tuple(kind.name for kind in BACKGROUND_KINDS)
 
 
-def backdrop(background: Tensor, H: int, W: int) -> Tensor:
-    """(B,) → (B, H, W) packed, opaque"""
-    kind = background % len(KINDS)
-    least, most, curve = (_of(kind, values) for values in zip(*((*k.cells, k.curve) for k in KINDS), strict=True))
-    cells = least + pick(0, background, "cells", of=(most - least + 1))
-    colours = _lattice(background, kind, cells)  # (B, N, N)
-    (row, down), (column, across) = (_places(cells, curve, n) for n in (H, W))  # (B, H) each, (B, W) each
-    above, below = (colours.gather(1, (row + i)[:, :, None].expand(-1, -1, N)) for i in (0, 1))
+def render_backgrounds(background: Tensor, height: int, width: int) -> Tensor:
+    """Render backgrounds (B,) to packed, opaque pixels (B, H, W)."""
+    kind = background % len(BACKGROUND_KINDS)
+    min_cells, max_cells, curve = (
+        _select_by_kind(kind, values)
+        for values in zip(*((*k.cell_range, k.interpolation) for k in BACKGROUND_KINDS), strict=True)
+    )
+    cells = min_cells + random_integers(0, background, "cells", high=(max_cells - min_cells + 1))
+    colours = _sample_lattice(background, kind, cells)  # (B, N, N)
+    # (B, H) each, (B, W) each
+    (row, down), (column, across) = (_lattice_coordinates(cells, curve, n) for n in (height, width))
+    above, below = (colours.gather(1, (row + i)[:, :, None].expand(-1, -1, LATTICE_SIZE)) for i in (0, 1))
     lines = lerp(above, below, down[:, :, None])  # (B, H, N)
-    left, right = (lines.gather(2, (column + i)[:, None, :].expand(-1, H, -1)) for i in (0, 1))
+    left, right = (lines.gather(2, (column + i)[:, None, :].expand(-1, height, -1)) for i in (0, 1))
     return lerp(left, right, across[:, None, :])
 
 
-def _places(cells: Tensor, curve: Tensor, pixels: int) -> tuple[Tensor, Tensor]:
-    """(B,) → (B, pixels): the lattice point before each pixel's centre, and the share of the one behind it, of 256"""
+def _lattice_coordinates(cells: Tensor, curve: Tensor, pixels: int) -> tuple[Tensor, Tensor]:
+    """Return the lattice point before each pixel's centre (B, pixels), and the weight of the next one, 0…256."""
     cells, curve = cells[:, None], curve[:, None]
     at = (2 * torch.arange(pixels, device=cells.device) + 1) * 256 * cells // (2 * pixels)
     share = at & 255
@@ -59,30 +67,34 @@ def _places(cells: Tensor, curve: Tensor, pixels: int) -> tuple[Tensor, Tensor]:
     return at >> 8, torch.where(curve == _SMOOTH, smooth, torch.where(curve == _SHARP, sharp, share))
 
 
-def _lattice(background: Tensor, kind: Tensor, cells: Tensor) -> Tensor:
-    """(B,) → (B, N, N) packed colours"""
+def _sample_lattice(background: Tensor, kind: Tensor, cells: Tensor) -> Tensor:
+    """Return the lattice colours (B, N, N), packed."""
     kind, cells = kind[:, None, None], cells[:, None, None]
-    i = torch.arange(N, device=background.device)
-    y, x = i[:, None].expand(N, N), i.expand(N, N)
-    turned = pick(0, background, "turned", 1, 1, of=2)
-    slope = pick(0, background, "slope", 1, 2, of=257)  # of the gradient, down and across
-    fine = pick(0, background, "fine", N, N, of=257)
-    coarse = _stretched(pick(0, background, "coarse", 5, 5, of=257))
+    i = torch.arange(LATTICE_SIZE, device=background.device)
+    y, x = i[:, None].expand(LATTICE_SIZE, LATTICE_SIZE), i.expand(LATTICE_SIZE, LATTICE_SIZE)
+    turned = random_integers(0, background, "turned", 1, 1, high=2)
+    slope = random_integers(0, background, "slope", 1, 2, high=257)  # of the gradient, vertical and horizontal
+    fine = random_integers(0, background, "fine", LATTICE_SIZE, LATTICE_SIZE, high=257)
+    coarse = _upsample(random_integers(0, background, "coarse", 5, 5, high=257))
     run = slope[:, :, :1] + slope[:, :, 1:]
     gradient = (y * slope[:, :, :1] + x * slope[:, :, 1:]) * 256 // (cells * run.clamp(min=1))
     stripes = (torch.where(turned == 0, y, x) & 1) << 8
     checks = (y + x & 1) << 8
-    photo = (y * 256 // cells * 2 + coarse * 5 + fine - 512) // 4  # 128 in the mean, and often beyond 0…256
+    photo = (y * 256 // cells * 2 + coarse * 5 + fine - 512) // 4  # mean 128, often outside 0…256
     fields = (torch.zeros_like(fine), gradient, stripes.expand_as(fine), checks.expand_as(fine), fine, photo)
-    field = torch.stack([f.expand_as(fine) for f in fields]).gather(0, kind[None].expand(1, -1, N, N))[0].clamp(0, 256)
-    first, second, third = _palette(background)[:, :, None, None]
-    # The photograph goes through three colours, all else from the first to the second.
+    field = (
+        torch.stack([f.expand_as(fine) for f in fields])
+        .gather(0, kind[None].expand(1, -1, LATTICE_SIZE, LATTICE_SIZE))[0]
+        .clamp(0, 256)
+    )
+    first, second, third = _sample_palette(background)[:, :, None, None]
+    # "photo" interpolates three colours, the other kinds two.
     two, three = lerp(first, second, field), lerp(lerp(first, second, field), lerp(second, third, field), field)
-    return torch.where(kind == NAMES.index("photo"), three, two)
+    return torch.where(kind == BACKGROUND_NAMES.index("photo"), three, two)
 
 
-def _stretched(points: Tensor) -> Tensor:
-    """(B, 5, 5) → (B, N, N): straight between points that lie four apart"""
+def _upsample(points: Tensor) -> Tensor:
+    """Upsample points (B, 5, 5) to (B, N, N) by linear interpolation, four steps between points."""
     for axis in (1, 2):
         before, behind = points.narrow(axis, 0, 4), points.narrow(axis, 1, 4)
         steps = [(before * (4 - k) + behind * k) // 4 for k in range(4)]
@@ -90,21 +102,24 @@ def _stretched(points: Tensor) -> Tensor:
     return points
 
 
-def _palette(background: Tensor) -> Tensor:
-    """(B,) → (3, B) packed: three muted colours, the second and third each a step of lightness from the one before"""
-    lightness = 60 + pick(0, background, "lightness", 1, of=160)
-    hue = pick(0, background, "hue", 3, of=81) - 40
-    step = 24 + pick(0, background, "step", 2, of=48)  # always some contrast, in a direction that has room
+def _sample_palette(background: Tensor) -> Tensor:
+    """Return three muted colours (3, B), packed. Each differs from the previous one by a step of lightness."""
+    lightness = 60 + random_integers(0, background, "lightness", 1, high=160)
+    hue = random_integers(0, background, "hue", 3, high=81) - 40
+    # Minimum contrast, in the direction that stays in range.
+    step = 24 + random_integers(0, background, "step", 2, high=48)
     colours = [lightness + hue]
     for k in range(2):
         away = torch.where(colours[-1].sum(1, keepdim=True) > 420, -1, 1)
-        shift = pick(0, background, f"shift {k}", 3, of=41) - 20
+        shift = random_integers(0, background, f"shift {k}", 3, high=41) - 20
         colours.append(colours[-1] + away * step[:, k : k + 1] + shift)
-    return torch.stack([pack(torch.cat([c.clamp(24, 240), torch.full_like(c[:, :1], 255)], 1).T) for c in colours])
+    return torch.stack(
+        [pack_channels(torch.cat([c.clamp(24, 240), torch.full_like(c[:, :1], 255)], 1).T) for c in colours]
+    )
 
 
-def _of(kind: Tensor, values: tuple[int, ...]) -> Tensor:
-    """One value a kind, looked up without a table on the device."""
+def _select_by_kind(kind: Tensor, values: tuple[int, ...]) -> Tensor:
+    """Select a value by kind, without a lookup table on the device."""
     out = torch.zeros_like(kind)
     for i, value in enumerate(values):
         out = torch.where(kind == i, value, out)

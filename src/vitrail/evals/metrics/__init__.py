@@ -1,24 +1,34 @@
-"""Measures as pure functions, with intervals: of pictures and codes, here; of words, in a module each."""
+"""Metrics, with confidence intervals: functions of images or answers, and the scores of benchmarks made of them."""
 
-from vitrail.evals.metrics.codes import Use, bits_per_pixel, codebook_use, times_smaller
-from vitrail.evals.metrics.compare import compare
-from vitrail.evals.metrics.estimate import Estimate, estimate
-from vitrail.evals.metrics.frechet import Moments, features, frechet, frechet_distance
-from vitrail.evals.metrics.similarity import lpips, psnr, ssim
+from vitrail.evals.metrics.codebook_metrics import (
+    CodebookUsage,
+    bits_per_pixel,
+    compression_ratio,
+    measure_codebook_usage,
+)
+from vitrail.evals.metrics.estimate import Estimate, estimate_mean
+from vitrail.evals.metrics.frechet_distance import (
+    FeatureMoments,
+    extract_features,
+    frechet_distance,
+    gaussian_frechet_distance,
+)
+from vitrail.evals.metrics.image_comparison import compare_images
+from vitrail.evals.metrics.image_similarity import lpips, psnr, ssim
 
 __all__ = [
+    "CodebookUsage",
     "Estimate",
-    "Moments",
-    "Use",
+    "FeatureMoments",
     "bits_per_pixel",
-    "codebook_use",
-    "compare",
-    "estimate",
-    "features",
-    "frechet",
+    "compare_images",
+    "compression_ratio",
+    "estimate_mean",
+    "extract_features",
     "frechet_distance",
+    "gaussian_frechet_distance",
     "lpips",
+    "measure_codebook_usage",
     "psnr",
     "ssim",
-    "times_smaller",
 ]

@@ -1,4 +1,4 @@
-"""A value with the interval that pictures drawn anew would leave it in."""
+"""Mean values with bootstrap confidence intervals."""
 
 import math
 from dataclasses import dataclass
@@ -8,37 +8,36 @@ from torch import Tensor
 
 from vitrail.errors import DataError
 
-ROUNDS = 1000
-TAIL = 0.025  # on either side
+BOOTSTRAP_ROUNDS = 1000
+TAIL_FRACTION = 0.025  # on each side of the interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measure over `of` pictures and its interval of 95 %."""
+    """A mean over `count` images with its 95 % confidence interval."""
 
     name: str
     value: float
     interval: tuple[float, float]
-    of: int
+    count: int
 
     def __str__(self) -> str:
         low, high = self.interval
-        told = "[no interval]" if low == -math.inf else f"[{low:.4g}, {high:.4g}]"
-        return f"{self.name} {self.value:.4g} {told} of {self.of:,}"
+        interval = "[no interval]" if low == -math.inf else f"[{low:.4g}, {high:.4g}]"
+        return f"{self.name} {self.value:.4g} {interval} of {self.count:,}"
 
 
-def estimate(name: str, values: Tensor, *, rounds: int = ROUNDS, seed: int = 0) -> Estimate:
-    """The mean of one value a picture (N,), and the percentiles of the means of N pictures drawn from them with
-    replacement. One picture tells nothing of others, so its interval is without ends."""
+def estimate_mean(name: str, values: Tensor, *, rounds: int = BOOTSTRAP_ROUNDS, seed: int = 0) -> Estimate:
+    """Mean of one value per image (N,) with its bootstrap interval. The interval of a single image is infinite."""
     if values.ndim != 1 or not len(values) or values.isnan().any():
-        wrong = "values that are no numbers" if values.isnan().any() else f"values of shape {tuple(values.shape)}"
-        raise DataError(f"{name} cannot be averaged over {wrong}", "give one number a picture")
+        wrong = "values that contain NaN" if values.isnan().any() else f"values of shape {tuple(values.shape)}"
+        raise DataError(f"{name} cannot be averaged over {wrong}", "pass one number per image")
     values = values.detach().double().cpu()
     if len(values) == 1 or not rounds:
         return Estimate(name, values.mean().item(), (-math.inf, math.inf), len(values))
-    chance = torch.Generator().manual_seed(seed)
-    draws = (torch.randint(len(values), (len(values),), generator=chance) for _ in range(rounds))
+    generator = torch.Generator().manual_seed(seed)
+    draws = (torch.randint(len(values), (len(values),), generator=generator) for _ in range(rounds))
     means = torch.stack([values[draw].mean() for draw in draws]).sort().values
-    # Ranks and no mixtures of two: a picture without error has an infinite PSNR.
-    ends = math.floor(TAIL * (rounds - 1)), math.ceil((1 - TAIL) * (rounds - 1))
-    return Estimate(name, values.mean().item(), (means[ends[0]].item(), means[ends[1]].item()), len(values))
+    # Order statistics without interpolation: a perfect image has infinite PSNR.
+    ranks = math.floor(TAIL_FRACTION * (rounds - 1)), math.ceil((1 - TAIL_FRACTION) * (rounds - 1))
+    return Estimate(name, values.mean().item(), (means[ranks[0]].item(), means[ranks[1]].item()), len(values))

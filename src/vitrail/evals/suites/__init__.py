@@ -1,1 +1,1 @@
-"""Benchmarks: each takes embeddings or features and gives `Score`s, every one with its interval and its baselines."""
+"""Evaluation suites: benchmarks and the measurements behind `vitrail eval`."""

@@ -1,1 +1,1 @@
-"""Fast twins in Triton. Each has a plain twin in torch that it is tested against, and nothing requires Triton."""
+"""Optional Triton kernels. Each has an implementation in torch that the tests compare it with."""

@@ -1,7 +1,7 @@
-"""gelu(x·Wᵀ + b) in one matrix product: the activation is the product's epilogue.
+"""Fused linear layer and GELU: gelu(x·Wᵀ + b), with the activation in the epilogue of the matrix product.
 
-Torch has this as a private function whose decomposition the compiler would undo, so it is wrapped as an operator that
-the compiler leaves alone. Inference only: no gradient is defined.
+Torch has it as a private function that the compiler would decompose, so a custom operator wraps it. Inference only: no
+gradient is defined.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @torch.library.custom_op("vitrail::linear_gelu", mutates_args=())
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x (…, K), weight (N, K), bias (N,) → (…, N), with the tanh form of gelu."""
+    """x (…, K), weight (N, K), bias (N,) → (…, N), with the tanh form of GELU."""
     flat = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return flat.unflatten(0, x.shape[:-1])
 

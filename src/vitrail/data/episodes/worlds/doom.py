@@ -1,65 +1,56 @@
-"""Doom, from vizdoom: a maze in the first person whose floor burns and whose medikits heal, with depth and labels."""
+"""Doom of vizdoom: a first-person maze with a damaging floor and healing medikits, with depth and labels."""
 
 import os
 
 import numpy as np
-import vizdoom  # pyrefly: ignore
-from vizdoom import (  # pyrefly: ignore
-    Button,
-    DoomGame,
-    GameVariable,
-    ScreenFormat,
-    ScreenResolution,
-)
 
-BUTTONS = (Button.TURN_LEFT, Button.TURN_RIGHT, Button.MOVE_FORWARD)
-# Every choice as the buttons it presses: nothing, ahead, left, right, and turning on the way.
-PRESSED = ((0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 0, 1), (0, 1, 1))
-# The simulator numbers things anew in every picture, from 2 on; walls are 0, floors and ceilings 1.
-KINDS = {"CustomMedikit": 2, "Poison": 3}
-OTHER = 4
-VARIABLES = (
-    GameVariable.POSITION_X,
-    GameVariable.POSITION_Y,
-    GameVariable.POSITION_Z,
-    GameVariable.ANGLE,
-    GameVariable.PITCH,
-    GameVariable.HEALTH,
-)
+BUTTONS = ("TURN_LEFT", "TURN_RIGHT", "MOVE_FORWARD")
+# Buttons of each action: nothing, ahead, left, right, and turning while moving.
+ACTION_BUTTONS = ((0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 0, 1), (0, 1, 1))
+# The simulator numbers objects of each frame from 2 on; walls are 0, floors and ceilings 1.
+LABEL_IDS = {"CustomMedikit": 2, "Poison": 3}
+OTHER_LABEL = 4
+GAME_VARIABLES = ("POSITION_X", "POSITION_Y", "POSITION_Z", "ANGLE", "PITCH", "HEALTH")
 
 
 class Simulator:
-    def __init__(self, side: int = 160):
-        game = self.game = DoomGame()
+    """Doom behind the `Simulator` interface."""
+
+    def __init__(self, image_size: int = 160):
+        import vizdoom  # pyrefly: ignore
+
+        game = vizdoom.DoomGame()
+        self.game = game
         game.load_config(os.path.join(vizdoom.scenarios_path, "health_gathering_supreme.cfg"))  # noqa: PTH118
         game.set_window_visible(False)
-        game.set_screen_resolution(ScreenResolution.RES_160X120)
-        game.set_screen_format(ScreenFormat.RGB24)
+        game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
+        game.set_screen_format(vizdoom.ScreenFormat.RGB24)
         game.set_depth_buffer_enabled(True)
         game.set_labels_buffer_enabled(True)
-        game.set_available_buttons(list(BUTTONS))
-        game.set_available_game_variables(list(VARIABLES))
+        game.set_available_buttons([getattr(vizdoom.Button, name) for name in BUTTONS])
+        game.set_available_game_variables([getattr(vizdoom.GameVariable, name) for name in GAME_VARIABLES])
         game.set_seed(0)
         game.init()
 
     def reset(self, seed: int) -> dict[str, np.ndarray]:
         self.game.set_seed(seed)
         self.game.new_episode()
-        return self.seen()
+        return self.observe()
 
     def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool]:
-        reward = self.game.make_action([bool(pressed) for pressed in PRESSED[action]])
+        reward = self.game.make_action([bool(pressed) for pressed in ACTION_BUTTONS[action]])
         ended = self.game.is_episode_finished()
-        return ({} if ended else self.seen()), float(reward), bool(ended)
+        return ({} if ended else self.observe()), float(reward), bool(ended)
 
-    def seen(self) -> dict[str, np.ndarray]:
+    def observe(self) -> dict[str, np.ndarray]:
+        """Read frame, depth, labels and game variables."""
         state = self.game.get_state()
-        kinds = np.array([0, 1] + [OTHER] * 254, np.uint8)
-        for thing in state.labels:
-            kinds[thing.value] = KINDS.get(thing.object_name, OTHER)
+        label_table = np.array([0, 1] + [OTHER_LABEL] * 254, np.uint8)
+        for label in state.labels:
+            label_table[label.value] = LABEL_IDS.get(label.object_name, OTHER_LABEL)
         return {
             "frame": state.screen_buffer,
             "depth": state.depth_buffer,
-            "labels": kinds[state.labels_buffer],
+            "labels": label_table[state.labels_buffer],
             "state": np.array(state.game_variables, np.float32),
         }

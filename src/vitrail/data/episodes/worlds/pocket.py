@@ -1,48 +1,56 @@
-"""A room of 8 × 8 cells with a wall across it, a gap in the wall, a walker and a coin. It needs no package.
+"""A room of 8 × 8 cells with a wall, a gap in the wall, a walker and a coin. It needs no packages.
 
-With the option `curtain` one hangs before the wall: the gap does not show, and who stands in it is out of sight.
+With the option `curtain`, a curtain covers the wall: the gap and a walker in it are hidden. With the option `plain`,
+all rooms have the same colours.
 """
 
 import numpy as np
 
 CELLS = 8
 FLOOR, WALL, WALKER, COIN, CURTAIN = range(5)
+PLAIN_COLOURS = ((208, 208, 216), (48, 48, 64), (224, 32, 48), (232, 192, 32), (32, 96, 224))
 MOVES = ((0, -1), (0, 1), (-1, 0), (1, 0))  # left, right, up, down, as (row, column)
 
 
 class Simulator:
-    def __init__(self, side: int = 32, *options: str):
-        self.curtain = "curtain" in options
-        self.at = np.arange(side) * CELLS // side  # the cell of each pixel
+    """Pocket behind the `Simulator` interface."""
+
+    def __init__(self, image_size: int = 32, *options: str):
+        self.has_curtain, self.is_plain = "curtain" in options, "plain" in options
+        self.cell_of_pixel = np.arange(image_size) * CELLS // image_size  # grid cell of each pixel
 
     def reset(self, seed: int) -> dict[str, np.ndarray]:
-        chance = np.random.default_rng(seed)
-        self.room = np.full((CELLS, CELLS), WALL, np.uint8)
-        self.room[1:-1, 1:-1] = FLOOR
-        self.across = across = chance.integers(3, 5)
-        gap = chance.integers(1, CELLS - 1)
-        self.room[1:-1, across] = WALL
-        self.room[gap, across] = FLOOR
-        self.walker = np.array([chance.integers(1, CELLS - 1), chance.integers(1, across)])
-        coin = chance.integers(1, CELLS - 1), chance.integers(across + 1, CELLS - 1)
-        self.room[coin] = COIN
-        hues = chance.integers(0, 96, (4, 3)) + np.array([[128, 128, 128], [0, 0, 0], [159, 0, 0], [140, 140, 0]])
-        hangs = chance.integers(0, 96, (1, 3)) + np.array([[0, 0, 159]])
-        self.colours = np.concatenate([hues, hangs]).astype(np.uint8)
-        return self.seen()
+        rng = np.random.default_rng(seed)
+        self.cells = np.full((CELLS, CELLS), WALL, np.uint8)
+        self.cells[1:-1, 1:-1] = FLOOR
+        wall_column = rng.integers(3, 5)
+        self.wall_column = wall_column
+        gap = rng.integers(1, CELLS - 1)
+        self.cells[1:-1, wall_column] = WALL
+        self.cells[gap, wall_column] = FLOOR
+        self.walker = np.array([rng.integers(1, CELLS - 1), rng.integers(1, wall_column)])
+        coin = rng.integers(1, CELLS - 1), rng.integers(wall_column + 1, CELLS - 1)
+        self.cells[coin] = COIN
+        base_colours = rng.integers(0, 96, (4, 3)) + np.array([[128, 128, 128], [0, 0, 0], [159, 0, 0], [140, 140, 0]])
+        curtain_colour = rng.integers(0, 96, (1, 3)) + np.array([[0, 0, 159]])
+        self.palette = np.concatenate([base_colours, curtain_colour]).astype(np.uint8)
+        if self.is_plain:
+            self.palette = np.array(PLAIN_COLOURS, np.uint8)
+        return self.observe()
 
     def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool]:
-        to = self.walker + MOVES[action]
-        if self.room[tuple(to)] != WALL:
-            self.walker = to
-        found = bool(self.room[tuple(self.walker)] == COIN)
-        return self.seen(), float(found), found
+        target = self.walker + MOVES[action]
+        if self.cells[tuple(target)] != WALL:
+            self.walker = target
+        reached = bool(self.cells[tuple(self.walker)] == COIN)
+        return self.observe(), float(reached), reached
 
-    def seen(self) -> dict[str, np.ndarray]:
-        cells = self.room.copy()
+    def observe(self) -> dict[str, np.ndarray]:
+        """Render the frame, the labels and the walker's position."""
+        cells = self.cells.copy()
         cells[tuple(self.walker)] = WALKER
-        if self.curtain:
-            cells[1:-1, self.across] = CURTAIN
-        labels = cells[self.at[:, None], self.at[None]]  # (side, side)
+        if self.has_curtain:
+            cells[1:-1, self.wall_column] = CURTAIN
+        labels = cells[self.cell_of_pixel[:, None], self.cell_of_pixel[None]]  # (side, side)
         state = self.walker[::-1].astype(np.float32)
-        return {"frame": self.colours[labels], "labels": labels, "state": state}
+        return {"frame": self.palette[labels], "labels": labels, "state": state}

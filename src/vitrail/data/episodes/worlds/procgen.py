@@ -1,19 +1,22 @@
-"""CoinRun, from procgen. A level is a number; an environment of that one level is made for every episode."""
+"""CoinRun of procgen. A level is a number; each episode has an environment of that one level."""
 
 from typing import Any
 
 import numpy as np
-from procgen import ProcgenGym3Env  # pyrefly: ignore
 
 
 class Simulator:
-    def __init__(self, side: int = 64, mode: str = "easy"):
+    """CoinRun behind the `Simulator` interface."""
+
+    def __init__(self, image_size: int = 64, mode: str = "easy"):
         self.env: Any = None
         self.mode = mode
 
     def reset(self, seed: int) -> dict[str, np.ndarray]:
         if self.env is not None:
             self.env.close()
+        from procgen import ProcgenGym3Env  # pyrefly: ignore
+
         self.env = ProcgenGym3Env(
             num=1,
             env_name="coinrun",
@@ -23,13 +26,14 @@ class Simulator:
             num_threads=0,
             distribution_mode=self.mode,
         )
-        return self.seen()[0]
+        return self.observe()[0]
 
     def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool]:
-        self.env.act(np.array([action], np.int32))
-        seen, reward, first = self.seen()
-        return ({} if first else seen), reward, first  # behind the end, the picture is one of a new beginning
+        self.env.select_action(np.array([action], np.int32))
+        observation, reward, first = self.observe()
+        return ({} if first else observation), reward, first  # after the end, the frame shows a new episode
 
-    def seen(self) -> tuple[dict[str, np.ndarray], float, bool]:
-        reward, seen, first = self.env.observe()
-        return {"frame": seen["rgb"][0]}, float(reward[0]), bool(first[0])
+    def observe(self) -> tuple[dict[str, np.ndarray], float, bool]:
+        """Return observation, reward, and whether this is the first frame of an episode."""
+        reward, observation, first = self.env.observe()
+        return {"frame": observation["rgb"][0]}, float(reward[0]), bool(first[0])

@@ -1,16 +1,20 @@
-"""PushT, from gym-pusht: a disc pushes a T onto its place. States alone; pictures are drawn from them later."""
+"""PushT of gym-pusht: a disc pushes a T onto its target. Only states are recorded; images are rendered from
+them later."""
 
 from typing import Any
 
-import gym_pusht  # noqa: F401 (registers the environment)  # pyrefly: ignore
-import gymnasium  # pyrefly: ignore
 import numpy as np
 
 
 class Simulator:
-    def __init__(self, side: int = 96):
-        made = gymnasium.make("gym_pusht/PushT-v0", obs_type="state", disable_env_checker=True)
-        self.env: Any = made.unwrapped
+    """PushT behind the `Simulator` interface."""
+
+    def __init__(self, image_size: int = 96):
+        import gym_pusht  # noqa: F401 (registers the environment)  # pyrefly: ignore
+        import gymnasium  # pyrefly: ignore
+
+        environment = gymnasium.make("gym_pusht/PushT-v0", obs_type="state", disable_env_checker=True)
+        self.env: Any = environment.unwrapped
 
     def reset(self, seed: int) -> dict[str, np.ndarray]:
         state, _ = self.env.reset(seed=seed)

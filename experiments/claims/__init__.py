@@ -1,0 +1,1 @@
+"""Claims of published papers, tested with small models."""

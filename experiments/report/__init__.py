@@ -1,0 +1,1 @@
+"""The HTML report of computed figures and stored results."""

@@ -1,0 +1,1 @@
+"""Vision-language systems under one decoder: the table of their scores by kind of question."""

@@ -1,0 +1,1 @@
+"""The token-scaling experiment: scores over the number of visual tokens."""

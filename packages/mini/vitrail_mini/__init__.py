@@ -1,0 +1,1 @@
+"""Weights of the small models of Vitrail. `vitrail.load` finds them by name."""

@@ -1,0 +1,5 @@
+"""`python -m vitrail`: the command line."""
+
+from vitrail.cli import main
+
+main()

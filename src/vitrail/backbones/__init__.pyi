@@ -1,0 +1,14 @@
+from vitrail.backbones.cross_attention_fusion import CrossAttentionFusion as CrossAttentionFusion
+from vitrail.backbones.cross_attention_fusion import CrossAttentionFusionConfig as CrossAttentionFusionConfig
+from vitrail.backbones.decoder import Decoder as Decoder
+from vitrail.backbones.decoder import DecoderConfig as DecoderConfig
+from vitrail.backbones.deepstack import DeepStack as DeepStack
+from vitrail.backbones.deepstack import DeepStackConfig as DeepStackConfig
+from vitrail.backbones.fusion import PrefixFusionConfig as PrefixFusionConfig
+from vitrail.backbones.fusion import make_fusion as make_fusion
+from vitrail.backbones.fusion_point import FusionPoint as FusionPoint
+from vitrail.backbones.image_lora import ImageLoRA as ImageLoRA
+from vitrail.backbones.image_lora import ImageLoRAConfig as ImageLoRAConfig
+from vitrail.backbones.presets import DECODER_PRESETS as DECODER_PRESETS
+from vitrail.backbones.visual_expert import VisualExpert as VisualExpert
+from vitrail.backbones.visual_expert import VisualExpertConfig as VisualExpertConfig

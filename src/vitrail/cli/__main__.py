@@ -1,3 +1,0 @@
-from vitrail.cli import main
-
-main()

@@ -1,0 +1,307 @@
+"""Token files: images as bit-packed ids, with a header that names the codec that decodes them.
+
+    magic · version · header            shared by all records, with a checksum
+    record, record, …                   length and checksum, then name, sizes and ids
+    index · trailer                     offset of each record; digest of all bytes before; checksums
+
+The reader verifies what it uses: a record whose bytes changed, moved or are missing is refused.
+`vitrail.codecs.token_file_writer` writes token files.
+
+Shapes: h, w codes along the sides of an image, G id groups of a code.
+"""
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.codecs.bit_packing import compute_packed_size, unpack_ids
+from vitrail.codecs.quantizers import bits_per_id
+from vitrail.config import Config
+from vitrail.errors import ConfigError, DataError
+
+FILE_MAGIC, END_MAGIC = b"\x89VTOK\r\n\x1a", b"VTOKEND\n"
+FORMAT_VERSION = 2  # version 1 identified codecs by the names of an earlier release
+HEADER_STRUCT = struct.Struct("<8sHI")  # magic, version, length of the header; then the header and its checksum
+RECORD_STRUCT = struct.Struct("<II")  # length of a record's body, checksum
+# Offset and length of the index, digest of all bytes before, checksum, end magic.
+TRAILER_STRUCT = struct.Struct("<QQ32sI8s")
+CHECKSUM_STRUCT = struct.Struct("<I")
+REGENERATE_HINT = "tokenize the images again, or copy the file again"
+
+ImageSize = tuple[int, int]
+
+
+class TokenFileHeader(Config):
+    """Header that all records share.
+
+    model   identity of the codec: a hash of its config and weights
+    name    display name of the codec
+    sizes   number of values of an id in each group
+    groups  whether ids have a group axis; if not, there is one size
+    factor  pixels along a side of a code
+    fit     how images are resized (see `ImageResizeConfig`)
+    """
+
+    model: str
+    name: str
+    sizes: tuple[int, ...]
+    groups: bool
+    factor: int
+    fit: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1 or max(self.sizes) > 2**63 or self.factor < 1:
+            raise ConfigError(
+                f"the header has id sizes {self.sizes} and factor {self.factor}",
+                "give sizes of 1 … 2⁶³ and a factor of at least 1",
+            )
+        if not self.groups and len(self.sizes) > 1:
+            raise ConfigError(f"ids without groups have sizes {self.sizes}", "give one size")
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Bits of an id in each group."""
+        return tuple(map(bits_per_id, self.sizes))
+
+
+class ImageTokens(NamedTuple):
+    """One image as ids.
+
+    `image_size` is the height and width of the decoded image, `source_size` that of the original image. The codes may
+    cover a few pixels more than `image_size`.
+    """
+
+    name: str
+    ids: Tensor  # int64 (h, w) or (h, w, G)
+    image_size: ImageSize
+    source_size: ImageSize
+
+
+class TokenRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Record as stored in the file. A record of an unreadable image has only a name and an error."""
+
+    name: str
+    error: str | None
+    grid: ImageSize
+    image_size: ImageSize
+    source_size: ImageSize
+    packed_ids: bytes
+
+
+class TokenFileIndex(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    offsets: bytes  # int64 offset of each record with ids
+    names: list[str]
+    errors: list[tuple[str, str]]
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+class TokenFile(Sequence[ImageTokens]):
+    """Read-only sequence of the images of a token file, by index or name.
+
+    Several threads and processes can read one file at the same time. With `codec_identity`, a file of another codec is
+    refused.
+    """
+
+    def __init__(self, path: str | Path, *, codec_identity: str | None = None):
+        self.path = Path(path)
+        self._open()
+        if codec_identity is not None and codec_identity != self.header.model:
+            raise DataError(
+                f"{self.path} was written by another codec: {self.header.name} ({self.header.model[:12]}), "
+                f"not the one given ({codec_identity[:12]})",
+                "give the codec that wrote it, with the same weights",
+            )
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, key: int | str) -> ImageTokens:  # type: ignore[override]
+        if isinstance(key, str):
+            if key not in self._index_by_name:
+                raise DataError(f"{self.path} has no image {key!r}", "choose one of `names`")
+            key = self._index_by_name[key]
+        if not -len(self) <= key < len(self):
+            raise IndexError(key)
+        return self._read_record(range(len(self))[key])
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Names of the images that could not be read when the file was written, with the reasons."""
+        return dict(self._index.errors)
+
+    @property
+    def names(self) -> list[str]:
+        return self._index.names
+
+    def verify_digest(self) -> None:
+        """Read the whole file and compare it with its digest."""
+        digest = hashlib.sha256()
+        for start in range(0, self._trailer_start, 1 << 20):
+            digest.update(self._read_bytes(start, min(1 << 20, self._trailer_start - start)))
+        if digest.digest() != self._digest:
+            raise DataError(f"{self.path} is corrupted: its digest does not match", REGENERATE_HINT)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.path = state["path"]
+        self._open()
+
+    # ---- reading bytes ------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            if not self.path.is_file():
+                raise DataError(f"{self.path} is not a file", "give a file that `vitrail tokenize` wrote")
+            self._file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}", "check the path") from error
+        self.header, first = read_header(self._file, self.path)
+        size = os.fstat(self._file.fileno()).st_size
+        self._trailer_start = size - TRAILER_STRUCT.size
+        if self._trailer_start < first:
+            raise self._truncation_error()
+        start, length, self._digest, check, end = TRAILER_STRUCT.unpack(
+            self._read_bytes(self._trailer_start, TRAILER_STRUCT.size)
+        )
+        if end != END_MAGIC:
+            raise self._truncation_error()
+        if encode_trailer(start, length, self._digest)[-12:-8] != CHECKSUM_STRUCT.pack(check):
+            raise self._corruption_error("trailer")
+        if start < first or start + length + CHECKSUM_STRUCT.size != self._trailer_start:
+            raise self._corruption_error("trailer")
+        body = self._read_bytes(start, length)
+        if CHECKSUM_STRUCT.pack(zlib.crc32(body)) != self._read_bytes(start + length, CHECKSUM_STRUCT.size):
+            raise self._corruption_error("index")
+        try:
+            self._index = msgspec.msgpack.decode(body, type=TokenFileIndex)
+            self._offsets = np.frombuffer(self._index.offsets, "<i8")
+        except (msgspec.DecodeError, ValueError):
+            raise self._corruption_error("index") from None
+        self._index_by_name = {name: number for number, name in enumerate(self._index.names)}
+        self._records_start, self._records_end = first, start
+        if len(self._offsets) != len(self._index.names):
+            raise self._corruption_error("index")
+
+    def _read_record(self, number: int) -> ImageTokens:
+        name, start = self._index.names[number], int(self._offsets[number])
+        culprit = f"record {number} ({name!r})"
+        if not self._records_start <= start <= self._records_end - RECORD_STRUCT.size:
+            raise self._corruption_error(culprit)
+        length, check = RECORD_STRUCT.unpack(self._read_bytes(start, RECORD_STRUCT.size))
+        if length > self._records_end - start - RECORD_STRUCT.size:
+            raise self._corruption_error(culprit)
+        data = self._read_bytes(start + RECORD_STRUCT.size, length)
+        if compute_record_checksum(start, data) != check:
+            raise self._corruption_error(culprit)
+        try:
+            body = msgspec.msgpack.decode(data, type=TokenRecord)
+            ids = self._unpack_ids(body)
+        except (msgspec.DecodeError, ValueError, RuntimeError, DataError):
+            raise self._corruption_error(culprit) from None
+        if body.name != name or ids is None:
+            raise self._corruption_error(culprit)
+        return ImageTokens(name, ids, body.image_size, body.source_size)
+
+    def _unpack_ids(self, body: TokenRecord) -> Tensor | None:
+        """Unpack the ids of a record; None if the header does not allow them."""
+        (h, w), header = body.grid, self.header
+        weights = [compute_packed_size(h * w, bits) for bits in header.bits]
+        fits = all(0 < side <= cells * header.factor for side, cells in zip(body.image_size, body.grid, strict=True))
+        if min(h, w) < 1 or sum(weights) != len(body.packed_ids) or not fits:
+            return None
+        parts, at = [], 0
+        for bits, weight, size in zip(header.bits, weights, header.sizes, strict=True):
+            part = unpack_ids(body.packed_ids[at : at + weight], bits, h * w).reshape(h, w)
+            if part.min() < 0 or part.max() > size - 1:
+                return None
+            parts.append(part)
+            at += weight
+        return torch.stack(parts, dim=-1) if header.groups else parts[0]
+
+    def _read_bytes(self, start: int, length: int) -> bytes:
+        """Read at a position, without a shared file offset, so that threads and forked processes can share the file."""
+        data = os.pread(self._file.fileno(), length, start)
+        while len(data) < length:
+            chunk = os.pread(self._file.fileno(), length - len(data), start + len(data))
+            if not chunk:
+                raise self._truncation_error()
+            data += chunk
+        return data
+
+    def _corruption_error(self, part: str) -> DataError:
+        return DataError(f"{self.path} is corrupted: the checksum of its {part} does not match", REGENERATE_HINT)
+
+    def _truncation_error(self) -> DataError:
+        return DataError(
+            f"{self.path} is truncated or was never finished",
+            f"{REGENERATE_HINT}; `vitrail tokenize` resumes a partial file",
+        )
+
+
+# ---- shared by reading and writing -----------------------------------------------------------------------------------
+
+
+def split_groups(ids: Tensor, header: TokenFileHeader) -> tuple[Tensor, ...]:
+    return ids.unbind(-1) if header.groups else (ids,)
+
+
+def compute_record_checksum(start: int, data: bytes) -> int:
+    """Compute the checksum of a record and its offset, so that a moved record is refused."""
+    return zlib.crc32(data, zlib.crc32(struct.pack("<QI", start, len(data))))
+
+
+def encode_header(header: TokenFileHeader) -> bytes:
+    data = msgspec.json.encode(header)
+    return HEADER_STRUCT.pack(FILE_MAGIC, FORMAT_VERSION, len(data)) + data + CHECKSUM_STRUCT.pack(zlib.crc32(data))
+
+
+def encode_trailer(start: int, length: int, digest: bytes) -> bytes:
+    check = zlib.crc32(struct.pack("<QQ32s", start, length, digest))
+    return TRAILER_STRUCT.pack(start, length, digest, check, END_MAGIC)
+
+
+def read_header(file: BinaryIO, path: Path) -> tuple[TokenFileHeader, int]:
+    """Read the header and the offset of the first record."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    prefix = file.read(HEADER_STRUCT.size)
+    if len(prefix) < HEADER_STRUCT.size or prefix[:8] != FILE_MAGIC:
+        raise DataError(f"{path} is not a token file", "give a file that `vitrail tokenize` wrote")
+    _, version, length = HEADER_STRUCT.unpack(prefix)
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path} has format version {version}, but this vitrail reads version {FORMAT_VERSION}",
+            "use the version of vitrail that wrote it" if version > FORMAT_VERSION else REGENERATE_HINT,
+        )
+    corruption_error = DataError(f"{path} is corrupted: the checksum of its header does not match", REGENERATE_HINT)
+    if length > size - HEADER_STRUCT.size - CHECKSUM_STRUCT.size:
+        raise corruption_error
+    data = file.read(length)
+    if file.read(CHECKSUM_STRUCT.size) != CHECKSUM_STRUCT.pack(zlib.crc32(data)):
+        raise corruption_error
+    try:
+        return TokenFileHeader.from_dict(msgspec.json.decode(data)), HEADER_STRUCT.size + length + CHECKSUM_STRUCT.size
+    except (ValueError, ConfigError, RecursionError):
+        raise corruption_error from None

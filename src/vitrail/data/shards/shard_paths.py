@@ -1,0 +1,45 @@
+"""Expands the paths of shards: tar files, folders and patterns."""
+
+import glob
+import re
+from pathlib import Path
+
+from vitrail.errors import DataError
+
+
+def expand_paths(paths: str | tuple[str, ...]) -> tuple[Path, ...]:
+    """Expand paths to tar files. Accepts files, folders, and patterns with {000..099}, {a,b}, *, ? and […]."""
+    expanded: list[Path] = []
+    for pattern in (paths,) if isinstance(paths, str) else paths:
+        if re.match(r"\w{2,}:", pattern):
+            raise DataError(f"{pattern} is a URL, not a file", "download it first")
+        for name in _expand_braces(pattern):
+            path = Path(name)
+            if path.is_dir():
+                matches = sorted(path.glob("*.tar"))
+            elif path.exists() or not glob.has_magic(name):
+                matches = [path]
+            else:
+                matches = sorted(Path(p) for p in glob.glob(name, recursive=True))  # noqa: PTH207 (absolute patterns)
+            if not matches or not matches[0].exists():
+                raise DataError(f"{name} matches no shard", "give a tar file, a folder of them, or a pattern")
+            expanded += matches
+    if not expanded:
+        raise DataError("no shards are given", "give a path, a folder or a pattern")
+    return tuple(expanded)
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Expand "a-{08..10}-{x,y}" to its six names; the first brace varies slowest."""
+    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    if match is None:
+        return [pattern]
+    low, high, choices = match.groups()
+    if choices is None:
+        width = max(len(low), len(high)) if low.startswith("0") or high.startswith("0") else 0
+        step = 1 if int(low) <= int(high) else -1
+        inner = [f"{number:0{width}}" for number in range(int(low), int(high) + step, step)]
+    else:
+        inner = choices.split(",")
+    front, back = pattern[: match.start()], pattern[match.end() :]
+    return [rest for middle in inner for rest in _expand_braces(f"{front}{middle}{back}")]

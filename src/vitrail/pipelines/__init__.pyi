@@ -1,0 +1,11 @@
+from vitrail.models.video_inputs import Video as Video
+from vitrail.pipelines.base import Pipeline as Pipeline
+from vitrail.pipelines.base import select_device as select_device
+from vitrail.pipelines.chat import ChatPipeline as ChatPipeline
+from vitrail.pipelines.codec_pipeline import CodecPipeline as CodecPipeline
+from vitrail.pipelines.detector_pipeline import DetectorPipeline as DetectorPipeline
+from vitrail.pipelines.embedding import EmbeddingPipeline as EmbeddingPipeline
+from vitrail.pipelines.loading import load as load
+from vitrail.pipelines.text import TextPipeline as TextPipeline
+from vitrail.pipelines.unified import UnifiedPipeline as UnifiedPipeline
+from vitrail.pipelines.world import WorldPipeline as WorldPipeline

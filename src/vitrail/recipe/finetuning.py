@@ -1,0 +1,267 @@
+"""Fine-tuning of a vision-language checkpoint on conversations: settings → recipe, memory estimate, model card."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from vitrail.config import Config, PositiveInt, WorkerCount
+from vitrail.data.conversations import ConversationsConfig, ConversationSource
+from vitrail.data.sampler import MixtureConfig
+from vitrail.devices import resolve_device
+from vitrail.errors import ConfigError
+from vitrail.hub.checkpoint_family import ADAPTER_CONFIG_FILE
+from vitrail.hub.checkpoint_info import find_checkpoint, resolve_path
+from vitrail.hub.peft_adapters import NATIVE_ONLY, check_layers_writable
+from vitrail.hub.pretrained import build_on_meta_device
+from vitrail.models.vlm import VLM
+from vitrail.nn import Block
+from vitrail.plots.ledger_plot import format_si
+from vitrail.recipe.recipe_schema import ModelConfig, Recipe, TokenizerConfig
+from vitrail.recipe.recipe_training import train_recipe
+from vitrail.training.lora import LoRAConfig, LoRALinear, add_lora, list_lora_targets
+from vitrail.training.lr_schedule import CosineSchedule
+from vitrail.training.optimizer import OptimConfig, ParamGroupConfig
+from vitrail.training.parameter_names import matches_pattern
+from vitrail.training.stage_config import StageConfig, set_trainable_parts
+
+SOURCE, STAGE = "conversations", "finetune"
+WARMUP = 0.03  # of all steps
+LORA_LR, FULL_LR = 1e-4, 1e-5
+# Linear layers of the decoder that LoRA adapts by default, as far as the model has them; else all of its blocks.
+LORA_TARGETS = tuple(
+    f"decoder.*.{layer}" for layer in ("qkv.q", "qkv.k", "qkv.v", "out", "gate_up.gate", "gate_up.up", "down")
+)
+
+
+class FinetuneConfig(Config):
+    """Settings of a fine-tuning.
+
+    model           a checkpoint of a vision-language model
+    data            conversations: a file or folder of any format with turns
+    data_format     its format; detected if not given
+    image_folder    folder of images and videos; the folder of the file if not given
+    full            train all weights instead of LoRA adapters
+    rank, alpha     of the adapters
+    targets         patterns of the layers with adapters; default: all linear layers of the decoder's blocks
+    lr              peak learning rate; default 1e-4 for LoRA, 1e-5 for all weights
+    part_lrs        learning rates of parts, such as {"connector": 1e-5}; 0 freezes a part
+    epochs          passes over the data; `steps` overrides it
+    batch_size      conversations of a step
+    max_length      tokens of a row of packed conversations; default: 2048, or the model's context if that is smaller
+    overflow        what happens to a longer conversation: refuse or cut
+    save_every      steps between checkpoints
+    """
+
+    model: str
+    data: str
+    data_format: str | None = None
+    image_folder: str | None = None
+    full: bool = False
+    rank: PositiveInt = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    lr: float | None = None
+    part_lrs: dict[str, float] = {}
+    epochs: float = 1.0
+    steps: PositiveInt | None = None
+    batch_size: PositiveInt = 8
+    gradient_accumulation_steps: PositiveInt = 1
+    max_length: PositiveInt | None = None
+    overflow: Literal["refuse", "cut"] = "refuse"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    gradient_checkpointing: bool = False
+    save_every: PositiveInt = 100
+    num_workers: WorkerCount = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epochs < math.inf:
+            raise ConfigError(f"epochs is {self.epochs}", "use a number above 0")
+        if self.full and self.targets:
+            raise ConfigError("targets name layers for LoRA, but full trains all weights", "remove one of the two")
+
+
+class FinetunePlan:
+    """A recipe with what it was built from: the model on the meta device and the number of conversations."""
+
+    def __init__(self, config: FinetuneConfig, device: str | None = None):
+        self.config = config
+        found = find_checkpoint(resolve_path(config.model))
+        if found.model_class is not VLM:
+            raise ConfigError(
+                f"{config.model} is a {found.model_class.__name__}, but conversations train a vision-language model",
+                "give the checkpoint of a vision-language model with a decoder, or write a recipe (vitrail train)",
+            )
+        self.model = build_on_meta_device(found)
+        source = ConversationsConfig(path=config.data, format=config.data_format, image_folder=config.image_folder)
+        self.source = ConversationSource(source, SOURCE)
+        self.recipe = self._build_recipe(source, device)
+        if self.recipe.lora is not None:
+            add_lora(self.model, self.recipe.lora)
+            if (family := found.family) is not None:
+                layers = [name for name, layer in self.model.named_modules() if isinstance(layer, LoRALinear)]
+                check_layers_writable(self.model, layers, family)
+        self.recipe.check_stages(self.model)
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.recipe.stages[0]
+
+    def _build_recipe(self, source: ConversationsConfig, device: str | None) -> Recipe:
+        config, context = self.config, self.model.config.decoder.context_length  # type: ignore[union-attr]
+        steps = config.steps or math.ceil(len(self.source) * config.epochs / config.batch_size)
+        groups = tuple(ParamGroupConfig(part=part, lr=rate) for part, rate in config.part_lrs.items())
+        lr = config.lr if config.lr is not None else FULL_LR if config.full else LORA_LR
+        lora = LoRAConfig(
+            rank=config.rank,
+            alpha=config.alpha,
+            target_modules=config.targets or self._list_targets(),
+            dropout=config.dropout,
+        )
+        stage = StageConfig(
+            name=STAGE,
+            task="chat",
+            steps=steps,
+            batch_size=config.batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            mixture=MixtureConfig(weights={SOURCE: 1.0}),
+            optim=OptimConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.0, param_groups=groups),
+            schedule=CosineSchedule(warmup_steps=int(WARMUP * steps)),
+            settings={"max_length": config.max_length or min(2048, context), "overflow": config.overflow},
+            trainable=("*",) if config.full else ("*.lora",),
+            save_every=config.save_every,
+            dtype=config.dtype or ("bfloat16" if resolve_device(device).startswith("cuda") else "float32"),
+            gradient_checkpointing=config.gradient_checkpointing,
+            num_workers=config.num_workers,
+        )
+        return Recipe(
+            name=STAGE,
+            description=f"{config.model} on {config.data}",
+            model=ModelConfig(kind="vlm", checkpoint=config.model),
+            tokenizer=TokenizerConfig(checkpoint=config.model),
+            sources={SOURCE: source},
+            stages=(stage,),
+            seed=config.seed,
+            lora=None if config.full else lora,
+        )
+
+    def _list_targets(self) -> tuple[str, ...]:
+        names = list_lora_targets(self.model)
+        found = tuple(target for target in LORA_TARGETS if any(matches_pattern(target, name) for name in names))
+        if any("qkv" in target for target in found):
+            return found
+        return tuple(name for name in names if name.startswith("decoder.blocks.") and not name.endswith(NATIVE_ONLY))
+
+    def estimate_memory(self) -> dict[str, int]:
+        """Estimate the bytes of weights, gradients, optimizer state and activations of one micro-batch.
+
+        Activations are the inputs and outputs of the linear layers through which gradients flow, for rows of
+        `max_length` tokens: an upper bound for shorter conversations.
+        """
+        stage, size = self.stage, 2 if self.stage.dtype == "bfloat16" else 4
+        set_trainable_parts(self.model, stage.trainable)
+        total = sum(p.numel() for p in self.model.parameters())
+        trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        tokens = stage.settings["max_length"] * stage.batch_size // stage.gradient_accumulation_steps
+        return {
+            "weights": size * total,
+            "gradients": size * trainable,
+            "optimizer": (8 + (4 if size == 2 else 0)) * trainable,
+            "activations": size * tokens * self._count_activations(),
+        }
+
+    def _count_activations(self) -> int:
+        """Count the numbers that the backward pass needs, per token: those behind the first trainable parameter."""
+        sizes, has_gradient = [], False
+        for module in self.model.modules():  # tower, connector, decoder
+            has_gradient |= any(p.requires_grad for p in module.parameters(recurse=isinstance(module, Block)))
+            if has_gradient and isinstance(module, Block):
+                layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+                sizes.append(sum(layer.in_features + layer.out_features for layer in layers))
+        if not self.stage.gradient_checkpointing:
+            return sum(sizes)
+        width = self.model.config.decoder.block.width  # type: ignore[union-attr]
+        return width * len(sizes) + max(sizes, default=0)  # inputs of all blocks, and one block that is recomputed
+
+    def format_summary(self) -> Iterator[str]:
+        """Yield lines for a dry run: modules, parameters, memory, samples and steps."""
+        stage, memory = self.stage, self.estimate_memory()
+        yield f"{self.config.model}: {type(self.model).__name__}"
+        for name, module in self.model.named_children():
+            count, trained = (
+                sum(p.numel() for p in module.parameters() if p.requires_grad or wanted) for wanted in (True, False)
+            )
+            if count:
+                yield f"  {name:22} {count:>15,} parameters, {trained:>13,} trainable"
+        if self.recipe.lora is not None:
+            lora = self.recipe.lora
+            yield f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
+        yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.samples.format_name})"
+        yield f"steps: {stage.steps:,} of {stage.batch_size:,} conversations, {stage.dtype}"
+        yield "memory: " + format_si(sum(memory.values()), "B") + " (estimate)"
+        for name, size in memory.items():
+            yield f"  {name:22} {format_si(size, 'B'):>15}"
+
+
+def finetune(config: FinetuneConfig, out: Path, *, device: str | None = None, quiet: bool = False) -> Path:
+    """Fine-tune and return the folder of the adapter, or of the final weights. The same call resumes.
+
+    The final weights, with merged adapters, are in out/final.
+    """
+    plan = FinetunePlan(config, device)
+    train_recipe(plan.recipe, out, device=device, quiet=quiet)
+    return write_model_card(plan, out).parent
+
+
+def write_model_card(plan: FinetunePlan, out: Path) -> Path:
+    """Write README.md next to the trained adapter, or to the final weights."""
+    config, stage = plan.config, plan.stage
+    folder = out / "adapter" if (out / "adapter" / ADAPTER_CONFIG_FILE).is_file() else out / "final"
+    log = out / stage.name / "log.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    losses: list[Any] = [row["loss"] for row in rows if "loss" in row]
+    lora = plan.recipe.lora
+    method = "all weights" if lora is None else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}"
+    use = (
+        f'pipeline = vitrail.load("{folder}")'
+        if folder.name == "final"
+        else f'pipeline = vitrail.load("{config.model}", adapter="{folder}")'
+    )
+    lines = [
+        "---",
+        f"base_model: {json.dumps(config.model)}",
+        "library_name: " + ("vitrail" if folder.name == "final" else "peft"),
+        "tags: [vitrail, vision-language-model]",
+        "---",
+        "",
+        f"# {Path(config.model).name}, fine-tuned",
+        "",
+        "| setting | value |",
+        "|---|---|",
+        f"| base model | `{config.model}` |",
+        f"| data | `{Path(config.data).name}`: {len(plan.source):,} conversations, "
+        f"fingerprint `{plan.source.fingerprint}` |",
+        f"| method | {method} |",
+        f"| steps | {stage.steps:,} of {stage.batch_size} conversations |",
+        f"| peak learning rate | {stage.optim.lr:g} |",
+        f"| dtype | {stage.dtype} |",
+        f"| seed | {plan.recipe.seed} |",
+        *([f"| loss | {losses[0]:.4g} at the first logged step, {losses[-1]:.4g} at the last |"] if losses else []),
+        "",
+        "```python",
+        "import vitrail",
+        "",
+        use,
+        "```",
+        "",
+        "Not evaluated. Run `vitrail eval` before you publish it.",
+        "",
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text("\n".join(lines))
+    return folder / "README.md"

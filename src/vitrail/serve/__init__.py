@@ -1,0 +1,1 @@
+"""Serving: pages and servers that run on this machine."""

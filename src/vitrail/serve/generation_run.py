@@ -1,0 +1,159 @@
+"""One request that generates text: its sequences in the engine, and their text as it comes."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from vitrail.errors import VitrailError
+from vitrail.serve.engine import QueueFullError
+from vitrail.serve.engine_request import SamplingParams, SequenceState, TokenCallback, TokenEvent, TokenLogprobs
+from vitrail.serve.openai_schema import APIError, to_api_error
+from vitrail.serve.served_model import PreparedGeneration, PreparedText, ServedModel, TextDelta
+from vitrail.serve.server_metrics import ServerMetrics
+from vitrail.serve.token_constraints import ConstraintError
+from vitrail.serve.tool_calls import ParsedToolCall
+
+
+@dataclass
+class ChoiceResult:
+    """Complete text of a choice."""
+
+    text: str = ""
+    num_tokens: int = 0
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    finish_reason: str = "stop"
+    tool_calls: list[ParsedToolCall] = field(default_factory=list)
+
+
+class GenerationRun:
+    """Run a prepared request. `deltas` yields (choice, text) as it is generated."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prepared: PreparedGeneration | PreparedText,
+        metrics: ServerMetrics,
+        max_seconds: float,
+    ):
+        self.model, self.prepared, self.metrics, self.max_seconds = model, prepared, metrics, max_seconds
+        self.sequences: list[SequenceState] = []
+        self.num_completion_tokens = 0
+        self.cancelled = False
+        self._queue: asyncio.Queue[tuple[int, list[TokenEvent]] | tuple[int, TextDelta]] = asyncio.Queue()
+        self._started = time.monotonic()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        prepared = self.prepared
+        return len(prepared.prompt.ids) if isinstance(prepared, PreparedGeneration) else prepared.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache saved."""
+        return self.sequences[0].num_cached_tokens if self.sequences else 0
+
+    def start(self, client: str) -> None:
+        """Submit the request. Raises `QueueFullError` if the engine does not accept it."""
+        prepared, loop = self.prepared, asyncio.get_running_loop()
+        if isinstance(prepared, PreparedText):
+            self._thread = asyncio.ensure_future(asyncio.to_thread(self._run_pipeline, prepared, loop))
+            return
+        assert self.model.engine is not None
+        try:
+            for choice, params in enumerate(prepared.params):
+
+                def receive(events: list[TokenEvent], choice: int = choice) -> None:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads the answer
+                        loop.call_soon_threadsafe(self._queue.put_nowait, (choice, events))
+
+                self.sequences.append(self._submit(choice, params, receive, client))
+        except QueueFullError:
+            self.cancel()
+            raise
+
+    def _submit(self, choice: int, params: SamplingParams, receive: TokenCallback, client: str) -> SequenceState:
+        prepared, engine = self.prepared, self.model.engine
+        assert isinstance(prepared, PreparedGeneration) and engine is not None
+        constraint = prepared.constraints[choice]
+        return engine.submit(prepared.prompt, params, receive, client=client, constraint=constraint)
+
+    def _run_pipeline(self, prepared: PreparedText, loop: asyncio.AbstractEventLoop) -> None:
+        """Answer with the pipeline, in a thread. Its text is stripped as that of `vitrail ask`."""
+
+        def put(delta: TextDelta) -> None:
+            loop.call_soon_threadsafe(self._queue.put_nowait, (0, delta))
+
+        held, started = "", False
+        try:
+            with self.model.lock:
+                for delta in prepared.run():
+                    if self.cancelled:
+                        return
+                    text = held + delta.text
+                    text = text if started else text.lstrip()
+                    started = started or bool(text)
+                    kept = text.rstrip()
+                    held = text[len(kept) :]
+                    put(delta._replace(text=kept))
+        except VitrailError as error:
+            put(TextDelta("", finish_reason="error", error=error))
+        except Exception as error:
+            put(TextDelta("", finish_reason="error", error=VitrailError(f"the model failed: {type(error).__name__}")))
+
+    def cancel(self) -> None:
+        """Cancel all sequences that run."""
+        if self.cancelled:
+            return
+        self.cancelled = True
+        for sequence in self.sequences:
+            if sequence.end is None and self.model.engine is not None:
+                self.model.engine.cancel(sequence)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
+        """Yield the text of the choices until all are complete."""
+        prepared = self.prepared
+        remaining = len(prepared.choices) if isinstance(prepared, PreparedGeneration) else 1
+        deadline, first = self._started + self.max_seconds, True
+        while remaining:
+            try:
+                choice, events = await asyncio.wait_for(self._queue.get(), max(0.01, deadline - time.monotonic()))
+            except TimeoutError:
+                self.cancel()
+                raise APIError(f"the request took more than {self.max_seconds:g} seconds", status=408) from None
+            if first:
+                self.metrics.observe("time_to_first_token_seconds", time.monotonic() - self._started)
+                first = False
+            if isinstance(events, TextDelta):
+                delta = events
+            else:
+                assert isinstance(prepared, PreparedGeneration)
+                if prepared.choices[choice].done:
+                    continue
+                delta = prepared.choices[choice].push(events, prepared.params[choice].stop_ids)
+            self.num_completion_tokens += delta.num_tokens
+            if delta.error is not None:
+                self.cancel()
+                found = to_api_error(delta.error)
+                is_request = not self.sequences or isinstance(delta.error, ConstraintError)
+                found.status = 400 if is_request else 500
+                raise found
+            if delta.finish_reason is not None:
+                remaining -= 1
+                if self.sequences and self.sequences[choice].end is None and self.model.engine is not None:
+                    self.model.engine.cancel(self.sequences[choice])  # a stop string ended it
+            yield choice, delta
+
+    async def collect(self) -> list[ChoiceResult]:
+        """Return all choices when they are complete."""
+        prepared = self.prepared
+        results = [ChoiceResult() for _ in (prepared.choices if isinstance(prepared, PreparedGeneration) else [0])]
+        async for choice, delta in self.deltas():
+            result = results[choice]
+            result.text += delta.text
+            result.num_tokens += delta.num_tokens
+            result.logprobs += delta.logprobs
+            result.tool_calls += delta.tool_calls
+            result.finish_reason = delta.finish_reason or result.finish_reason
+        return results

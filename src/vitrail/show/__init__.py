@@ -1,1 +1,0 @@
-"""Pictures that explain: how an image becomes tokens, how positions are laid out."""

@@ -1,1 +1,0 @@
-"""What turns a model and data into a better model: optimizers, schedules, averages, adapters."""

@@ -1,0 +1,515 @@
+"""Random checkpoints in the shape of released models, shrunk: real config and processor files with smaller sizes.
+
+A checkpoint has the keys, flags and scalings of the released files, the weight names of its family, and a tokenizer
+with the special tokens of the model at new ids.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from helpers import randomize
+from hub.test_released_configs import RELEASED
+from vitrail.hub.checkpoint_info import find_checkpoint
+from vitrail.hub.safetensors_files import write_weights
+from vitrail.processing.tokenizer import Tokenizer
+from vitrail.registry import FAMILIES
+
+JSON = dict[str, Any]
+
+TEXTS = ["USER: what is this? ASSISTANT: a red cube. Question: how many? Answer: User: what?\nAssistant: a blue ball"]
+LAYERS, HEAD_DIM, WINDOW = 4, 32, 16
+VISION_LAYERS, VISION_WIDTH, VISION_HEADS = 4, 64, 2
+TEXT_PARTS, VISION_PARTS = ("text_config", "llm_config"), ("vision_config",)
+
+
+class ReleasedModel(NamedTuple):
+    """A row of the table of models.
+
+    tokens          special tokens: key of the config that holds the id → token
+    more            further special tokens
+    named           tokens of the roles bos, eos and pad
+    patch           changes to the shrunk config.json
+    patch_files     changes to the shrunk processor files
+    template        chat template; default: that of the released files, or else of the family
+    is_served       whether vLLM serves the exported model
+    has_reference   whether transformers has the family, and a processor without torchvision
+    """
+
+    tokens: dict[str, str] = {}
+    more: tuple[str, ...] = ()
+    named: dict[str, str] = {"bos": "<s>", "eos": "</s>"}
+    patch: JSON = {}
+    patch_files: dict[str, JSON] = {}
+    template: str | None = None
+    is_served: bool = True
+    has_reference: bool = True
+
+
+def merge(table: JSON, changes: Mapping[str, Any]) -> JSON:
+    """Merge nested changes."""
+    made = dict(table)
+    for key, value in changes.items():
+        made[key] = merge(made.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return made
+
+
+QWEN = ReleasedModel(
+    {
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "vision_token_id": "<|vision_pad|>",
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+    },
+    ("<|im_start|>",),
+    {"bos": "<|endoftext|>", "eos": "<|im_end|>"},
+)
+QWEN_TEXT = QWEN._replace(tokens={})
+LLAVA = ReleasedModel({"image_token_index": "<image>", "pad_token_id": "<pad>"})
+LLAMA3 = ReleasedModel(
+    {"image_token_index": "<|image|>"},
+    ("<|start_header_id|>", "<|end_header_id|>"),
+    {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"},
+)
+GEMMA_NAMED = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>"}
+GEMMA4 = ReleasedModel(
+    {
+        "boi_token_id": "<|image>",
+        "eoi_token_id": "<image|>",
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "boa_token_id": "<|audio>",
+        "eoa_token_id": "<audio|>",
+        "eoa_token_index": "<audio|>",
+        "audio_token_id": "<|audio|>",
+    },
+    ("<|turn>", "<turn|>"),
+    GEMMA_NAMED,
+    patch={
+        "vision_soft_tokens_per_image": 70,
+        "text_config": {
+            "num_hidden_layers": 6,  # five with a sliding window, then one without
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "global_head_dim": 2 * HEAD_DIM,
+            "num_global_key_value_heads": 1,
+        },
+        "vision_config": {
+            "num_key_value_heads": VISION_HEADS,
+            "global_head_dim": VISION_WIDTH // VISION_HEADS,
+            "default_output_length": 70,
+            "position_embedding_size": 300,
+        },
+    },
+)
+PHI_TURNS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+SQUARE = {"size": {"height": 56, "width": 56}, "crop_size": {"height": 56, "width": 56}}
+
+MODELS: dict[str, ReleasedModel] = {
+    # Language models
+    "meta-llama/Llama-2-7b-chat-hf": ReleasedModel(),
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA3._replace(tokens={}),
+    "Qwen/Qwen2.5-7B-Instruct": QWEN_TEXT,
+    "Qwen/Qwen3-0.6B": QWEN_TEXT,
+    "Qwen/Qwen3-30B-A3B": QWEN_TEXT,
+    "mistralai/Mistral-7B-Instruct-v0.2": ReleasedModel(),
+    "mistralai/Mixtral-8x7B-v0.1": ReleasedModel(),
+    "microsoft/phi-4": ReleasedModel(),
+    "google/gemma-2-2b": ReleasedModel(named=GEMMA_NAMED),
+    # Vision-language models
+    "llava-hf/llava-1.5-7b-hf": LLAVA._replace(
+        patch_files={
+            "preprocessor_config.json": {
+                "size": {"shortest_edge": 56},
+                "crop_size": {"height": 56, "width": 56},
+            }
+        }
+    ),
+    "liuhaotian/llava-v1.5-7b": ReleasedModel({"pad_token_id": "<image>"}, is_served=False),
+    "llava-hf/llava-v1.6-mistral-7b-hf": LLAVA._replace(
+        patch={"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]}
+    ),
+    "mistralai/Devstral-Small-2-24B-Instruct": ReleasedModel(
+        {"image_token_index": "[IMG]"}, ("[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]")
+    ),
+    "Salesforce/blip2-opt-2.7b": ReleasedModel(
+        {"image_token_index": "<image>"},
+        named={"bos": "</s>", "eos": "</s>"},
+        patch={
+            "num_query_tokens": 5,
+            "qformer_config": {
+                "hidden_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 30,
+                "encoder_hidden_size": VISION_WIDTH,
+            },
+        },
+        patch_files={"preprocessor_config.json": SQUARE, "processor_config.json": {"num_query_tokens": 5}},
+        is_served=False,
+    ),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": LLAMA3._replace(
+        patch={
+            "text_config": {"num_hidden_layers": 5, "cross_attention_layers": [3]},
+            "vision_config": {
+                "intermediate_layers_indices": [1, 2],
+                "num_global_layers": 1,
+                "vision_output_dim": 3 * VISION_WIDTH,
+                "image_size": 56,
+            },
+        },
+        patch_files={"preprocessor_config.json": {"size": {"height": 56, "width": 56}}},
+        # All tokens follow the image: transformers and Meta's code differ for those before it.
+        template="{{ '<|image|>' + bos_token + messages[0].content[1].text }}",
+        is_served=False,
+    ),
+    "Qwen/Qwen2-VL-7B-Instruct": QWEN,
+    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN,
+    "Qwen/Qwen3-VL-2B-Instruct": QWEN,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": QWEN,
+    "Qwen/Qwen3.5-small": QWEN,
+    "Qwen/Qwen3.5-35B-A3B": QWEN,
+    "google/gemma-3-4b-it": ReleasedModel(
+        {
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "image_token_index": "<image_soft_token>",
+        },
+        ("<start_of_turn>", "<end_of_turn>"),
+        GEMMA_NAMED,
+        patch={
+            "mm_tokens_per_image": 4,
+            "text_config": {
+                "num_hidden_layers": 6,  # five with a sliding window, then one without
+                "num_attention_heads": 4,
+                "head_dim": HEAD_DIM,
+                "query_pre_attn_scalar": HEAD_DIM,
+            },
+        },
+        patch_files={
+            "preprocessor_config.json": {"size": {"height": 56, "width": 56}, "image_seq_length": 4},
+            "processor_config.json": {"image_seq_length": 4},
+        },
+    ),
+    "google/gemma-4-31B-it": GEMMA4,
+    "google/gemma-4-26B-A4B-it": GEMMA4._replace(patch=merge(GEMMA4.patch, {"text_config": {"top_k_experts": 2}})),
+    "google/paligemma-3b-pt-224": ReleasedModel(
+        {"image_token_index": "<image>"},
+        named=GEMMA_NAMED,
+        patch={
+            "hidden_size": 64,
+            "projection_dim": 64,
+            "text_config": {"head_dim": HEAD_DIM, "num_image_tokens": 16},
+            "vision_config": {"image_size": 56, "projection_dim": 64, "num_image_tokens": 16},
+        },
+    ),
+    "gustavokuklinski/aeon-smolvlm-256m-instruct": ReleasedModel(
+        {"image_token_id": "<image>"},
+        (
+            "<fake_token_around_image>",
+            "<global-img>",
+            *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+            "<end_of_utterance>",
+            "<|im_start|>",
+        ),
+        patch={"vision_config": {"image_size": 128, "max_image_size": {"longest_edge": 128}}},
+        patch_files={
+            "preprocessor_config.json": {"max_image_size": {"longest_edge": 128}, "size": {"longest_edge": 256}},
+            "processor_config.json": {"image_seq_len": 4},
+        },
+    ),
+    "OpenGVLab/InternVL2-2B": ReleasedModel(
+        {"img_context_token_id": "<IMG_CONTEXT>"},
+        ("<img>", "</img>", "<|im_start|>", "<|im_end|>"),
+        patch={"force_image_size": 56},
+    ),
+    "openbmb/MiniCPM-V-2_6": QWEN_TEXT._replace(
+        tokens={"unk_token_id": "<unk>"},
+        more=("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|im_start|>"),
+        patch={"query_num": 4, "image_size": 56, "slice_config": {"scale_resolution": 56}},
+        patch_files={"preprocessor_config.json": {"scale_resolution": 56, "image_feature_size": 4}},
+        is_served=False,
+        has_reference=False,
+    ),
+    "adept/fuyu-8b": ReleasedModel(
+        more=("|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"),
+        named={"bos": "|ENDOFTEXT|", "eos": "|ENDOFTEXT|"},
+        is_served=False,
+        has_reference=False,  # its processor needs a tokenizer with a prefix; see test_fuyu
+    ),
+    "allenai/Molmo-7B-D-0924": ReleasedModel(
+        more=("<im_start>", "<im_end>", "<im_patch>", "<im_col>"),
+        named={"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
+        patch={
+            "embedding_size": 400,
+            "vision_backbone": {
+                "image_default_input_size": [112, 112],
+                "image_emb_dim": VISION_WIDTH,
+                "image_num_heads": VISION_HEADS,
+                "image_num_layers": 9,
+                "image_mlp_dim": 80,
+            },
+        },
+        patch_files={
+            "preprocessor_config.json": {
+                "base_image_input_size": [112, 112],
+                "image_token_length_h": 4,
+                "image_token_length_w": 4,
+                "overlap_margins": [2, 2],
+            }
+        },
+        is_served=False,
+        has_reference=False,
+    ),
+    "microsoft/Phi-3.5-vision-instruct": ReleasedModel(
+        {"image_token_id": "<|image|>"},
+        PHI_TURNS,
+        {"bos": "<s>", "eos": "<|endoftext|>"},
+        patch={
+            "rope_scaling": {"short_factor": [1.1] * (HEAD_DIM // 2), "long_factor": [1.3] * (HEAD_DIM // 2)},
+            "img_processor": {"image_dim_out": VISION_WIDTH, "num_img_tokens": 4},
+        },
+        patch_files={"preprocessor_config.json": {"num_img_tokens": 4}},
+        is_served=False,
+        has_reference=False,
+    ),
+    "microsoft/Phi-4-multimodal-instruct": ReleasedModel(
+        {"image_token_id": "<|endoftext10|>"},
+        (*PHI_TURNS, "<|endoftext11|>"),
+        {"eos": "<|endoftext|>"},
+        patch={
+            "rope_scaling": {"short_factor": [1.1] * (HEAD_DIM * 3 // 8), "long_factor": [1.3] * (HEAD_DIM * 3 // 8)},
+            "embd_layer": {"image_embd_layer": {"crop_size": 56}},
+            "vision_lora": {"r": 4},
+        },
+        is_served=False,
+        has_reference=False,
+    ),
+    "deepseek-ai/DeepSeek-V3": ReleasedModel(is_served=False),
+    "moonshotai/Kimi-K2.5": ReleasedModel(
+        {"media_placeholder_token_id": "<|media_pad|>"},
+        (
+            *(f"<|im_{role}|>" for role in ("system", "user", "assistant", "middle", "end")),
+            *(f"<|media_{name}|>" for name in ("begin", "content", "end")),
+        ),
+        {"bos": "[BOS]", "eos": "[EOS]", "pad": "[PAD]"},
+        patch={
+            "vision_config": {
+                "vt_num_hidden_layers": VISION_LAYERS,
+                "vt_hidden_size": VISION_WIDTH,
+                "vt_num_attention_heads": VISION_HEADS,
+                "vt_intermediate_size": 80,
+                "mm_hidden_size": VISION_WIDTH,
+                "init_pos_emb_height": 8,
+                "init_pos_emb_width": 8,
+            }
+        },
+        is_served=False,
+        has_reference=False,
+    ),
+    "zai-org/GLM-4.1V-9B-Thinking": ReleasedModel(
+        {
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+        },
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        {"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
+    ),
+}
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------------
+
+
+def shrink_text(table: JSON) -> JSON:
+    """Return the settings of a language model with smaller sizes and the same ratio of key/value heads."""
+    heads = table.get("num_attention_heads", 32)
+    kv_heads = table.get("num_key_value_heads") or heads
+    small_kv = min(kv_heads, 2)
+    small_heads = small_kv * min(heads // kv_heads, 2)
+    made: JSON = {
+        "num_attention_heads": small_heads,
+        "num_key_value_heads": small_kv,
+        "hidden_size": small_heads * HEAD_DIM,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+    }
+    if table.get("model_type") == "opt":
+        made = {key: made[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")}
+        made |= {"ffn_dim": 96, "word_embed_proj_dim": made["hidden_size"]}
+    small = {
+        "head_dim": HEAD_DIM,
+        "query_pre_attn_scalar": HEAD_DIM,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "n_routed_experts": 2 * (table.get("n_group") or 2),
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    made |= {key: value for key, value in small.items() if table.get(key) is not None}
+    if "linear_num_value_heads" in table:
+        made["linear_num_value_heads"] = 2 * table["linear_num_value_heads"] // table["linear_num_key_heads"]
+    if isinstance(table.get("sliding_window"), int):
+        made["sliding_window"] = WINDOW
+    if "layer_types" in table:
+        made["layer_types"] = table["layer_types"][:LAYERS]
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(table.get(key), dict) and "mrope_section" in table[key]:
+            rope = table[key]
+            share = rope.get("partial_rotary_factor") or table.get("partial_rotary_factor") or 1.0
+            made[key] = rope | {"mrope_section": scale_sections(rope["mrope_section"], int(HEAD_DIM * share) // 2)}
+    return {key: value for key, value in (table | made).items() if key != "quantization_config"}
+
+
+def scale_sections(sections: list[int], total: int) -> list[int]:
+    """Scale the sections of M-RoPE to fewer slots."""
+    h, w = (size * total // sum(sections) for size in sections[1:])
+    return [total - h - w, h, w]
+
+
+def shrink_vision(table: JSON, text_width: int) -> JSON:
+    """Return the settings of a vision tower with smaller sizes."""
+    small = {
+        "num_hidden_layers": VISION_LAYERS,
+        "depth": VISION_LAYERS,
+        "num_attention_heads": VISION_HEADS,
+        "attention_heads": VISION_HEADS,
+        "num_heads": VISION_HEADS,
+        "embed_dim": VISION_WIDTH,
+        "head_dim": VISION_WIDTH // VISION_HEADS,
+        "intermediate_size": 80,
+        "image_size": 4 * table.get("patch_size", 14),
+        "out_hidden_size": text_width,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1, 2],
+        "fullatt_block_indexes": [1, 3],
+        "window_size": 4 * table.get("patch_size", 14),
+    }
+    made = {key: value for key, value in small.items() if table.get(key)}
+    made["hidden_size"] = text_width if "embed_dim" in table else VISION_WIDTH
+    if table.get("model_type") == "blip_2_vision_model":  # lists nothing
+        made |= {key: small[key] for key in ("num_hidden_layers", "num_attention_heads", "intermediate_size")}
+        made["image_size"] = 56
+    return table | made
+
+
+def shrink_config(hf_config: JSON) -> JSON:
+    """Return a config.json with smaller sizes. Keys of parts that it leaves out, the class defaults, are added."""
+    made = copy.deepcopy(hf_config)
+    made.pop("quantization_config", None)
+    text_key = next((key for key in TEXT_PARTS if key in made), None)
+    text = shrink_text(made if text_key is None else made[text_key])
+    made = text if text_key is None else made | {text_key: text}
+    for key in VISION_PARTS:
+        if key in made:
+            made[key] = shrink_vision(made[key], text["hidden_size"])
+    return made
+
+
+# ---- special tokens ---------------------------------------------------------------------------------------------
+
+
+def build_tokenizer(row: ReleasedModel, template: str | None) -> Tokenizer:
+    """Build a tokenizer with the special tokens of a model."""
+    tokenizer = Tokenizer.train(TEXTS * 3, 300, special_tokens=[], **row.named)
+    tokenizer.add_special_tokens([*row.tokens.values(), *row.more])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def set_token_ids(table: JSON, row: ReleasedModel, tokenizer: Tokenizer) -> JSON:
+    """Replace the ids of special tokens and the size of the vocabulary, in all parts."""
+    roles = {f"{role}_token_id": token for role, token in row.named.items()}
+    made: JSON = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            value = set_token_ids(value, row, tokenizer)
+        elif key == "vocab_size":
+            value = tokenizer.vocab_size + 6  # released tables have spare rows
+        elif key in row.tokens:
+            value = tokenizer.token_to_id(row.tokens[key])
+        elif key in roles and value is not None:
+            value = tokenizer.token_to_id(roles[key])
+        elif key.endswith(("_token_id", "_token_index")):
+            continue
+        made[key] = value
+    return made
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def find_template(files: Mapping[str, Any]) -> str | None:
+    """Return the chat template among the files of a released model."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"]
+    return files["chat_template.json"]["chat_template"] if "chat_template.json" in files else None
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write a random checkpoint in the shape of a released model."""
+    row, files = MODELS[name], RELEASED[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(row, row.template or find_template(files))
+    tokenizer.save(folder)
+    hf_config = merge(set_token_ids(shrink_config(files["config.json"]), row, tokenizer), row.patch)
+    parts = [hf_config.get(key) for key in TEXT_PARTS]
+    next((part for part in parts if part), hf_config)["vocab_size"] = tokenizer.vocab_size + 6
+    written = {"config.json": hf_config}
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        if file in files:
+            written[file] = merge(shrink_budget(files[file]), row.patch_files.get(file, {}))
+    if "generation_config.json" in files:
+        written["generation_config.json"] = set_token_ids(files["generation_config.json"], row, tokenizer)
+    for file, content in written.items():
+        (folder / file).write_text(json.dumps(content))
+    found = find_checkpoint(folder)
+    assert found.family is not None
+    model = randomize(found.model_class(found.config).eval(), 3, 0.2)
+    state = model.state_dict()
+    rules = found.family.tensor_rules(found.config)
+    if hf_config.get("llm_config", {}).get("model_type") == "internlm2":  # its files have names of their own
+        rules = [rule.alternative or rule for rule in rules]
+    pairs = (
+        pair
+        for rule in rules
+        for pair in zip(rule.hf, rule.export([state[native] for native in rule.native]), strict=True)
+    )
+    with torch.no_grad():
+        write_weights(folder, pairs, stem=found.family.weights_stem)
+    return folder
+
+
+def shrink_budget(processor: JSON) -> JSON:
+    """Return a processor config with fewer pixels, if it has a budget of pixels."""
+    side = processor.get("patch_size", 1) * processor.get("merge_size", 1)
+    if "max_pixels" in processor:
+        return processor | {"min_pixels": 4 * side**2, "max_pixels": 16 * side**2}
+    if "merge_size" in processor and "size" in processor:
+        frames = processor.get("temporal_patch_size", 1) if "Glm" in str(processor.get("processor_class")) else 1
+        return processor | {"size": {"shortest_edge": 4 * side**2 * frames, "longest_edge": 16 * side**2 * frames}}
+    return processor
+
+
+def find_family(name: str) -> str:
+    """Return the family that reads a released model."""
+    hf_config = RELEASED[name]["config.json"]
+    keys = [*hf_config.get("architectures", []), hf_config.get("model_type")]
+    return next(key for key in keys if key in FAMILIES)

@@ -1,0 +1,1 @@
+"""Example of a third-party package that extends Vitrail."""

@@ -15,7 +15,7 @@ import pytest
 
 from training.test_trainer import stage, trainer
 from vitrail.errors import ConfigError
-from vitrail.training import train_logger
+from vitrail.training import checkpoint, train_logger
 from vitrail.training.loggers import metric_logger
 from vitrail.training.train_logger import TrainLogger
 
@@ -77,6 +77,8 @@ def test_resumed_log_has_each_step_once(tmp_path):
 
         def one_step(*given):
             if run.step == 8:
+                while 6 not in checkpoint.list_steps(tmp_path / "checkpoints"):  # saves are asynchronous
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return plain(*given)
 

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from vitrail.config import Config, PositiveInt, WorkerCount
-from vitrail.data.conversations import ConversationsConfig, ConversationSource
+from vitrail.data.conversations import CAPTION_PROMPT, ConversationsConfig, ConversationSource
 from vitrail.data.sampler import MixtureConfig
+from vitrail.data.shards.shard_paths import is_shards
+from vitrail.data.shards.shard_source import ShardConversationSource, ShardSourceConfig
 from vitrail.devices import resolve_device
 from vitrail.errors import ConfigError
 from vitrail.hub.checkpoint_family import ADAPTER_CONFIG_FILE
@@ -41,9 +43,10 @@ class FinetuneConfig(Config):
     """Settings of a fine-tuning.
 
     model           a checkpoint of a vision-language model
-    data            conversations: a file or folder of any format with turns
+    data            a file or folder of any format with turns or captions, or WebDataset shards with these
     data_format     its format; detected if not given
     image_folder    folder of images and videos; the folder of the file if not given
+    caption_prompt  question about an image or video that has a caption instead of turns
     full            train all weights instead of LoRA adapters
     rank, alpha     of the adapters
     targets         patterns of the layers with adapters; default: all linear layers of the decoder's blocks
@@ -60,6 +63,7 @@ class FinetuneConfig(Config):
     data: str
     data_format: str | None = None
     image_folder: str | None = None
+    caption_prompt: str = CAPTION_PROMPT
     full: bool = False
     rank: PositiveInt = 16
     alpha: float = 32.0
@@ -98,8 +102,11 @@ class FinetunePlan:
                 "give the checkpoint of a vision-language model with a decoder, or write a recipe (vitrail train)",
             )
         self.model = build_on_meta_device(found)
-        source = ConversationsConfig(path=config.data, format=config.data_format, image_folder=config.image_folder)
-        self.source = ConversationSource(source, SOURCE)
+        source = self._choose_source()
+        if isinstance(source, ShardSourceConfig):
+            self.source = ShardConversationSource(source, SOURCE)
+        else:
+            self.source = ConversationSource(source, SOURCE)
         self.recipe = self._build_recipe(source, device)
         if self.recipe.lora is not None:
             add_lora(self.model, self.recipe.lora)
@@ -112,7 +119,23 @@ class FinetunePlan:
     def stage(self) -> StageConfig:
         return self.recipe.stages[0]
 
-    def _build_recipe(self, source: ConversationsConfig, device: str | None) -> Recipe:
+    def _choose_source(self) -> ConversationsConfig | ShardSourceConfig:
+        config = self.config
+        if is_shards(config.data):
+            if config.data_format or config.image_folder:
+                raise ConfigError(
+                    f"{config.data} are shards, which hold their images and have one format",
+                    "remove data_format and image_folder",
+                )
+            return ShardSourceConfig(paths=config.data, contents="conversations", caption_prompt=config.caption_prompt)
+        return ConversationsConfig(
+            path=config.data,
+            format=config.data_format,
+            image_folder=config.image_folder,
+            caption_prompt=config.caption_prompt,
+        )
+
+    def _build_recipe(self, source: ConversationsConfig | ShardSourceConfig, device: str | None) -> Recipe:
         config, context = self.config, self.model.config.decoder.context_length  # type: ignore[union-attr]
         steps = config.steps or math.ceil(len(self.source) * config.epochs / config.batch_size)
         groups = tuple(ParamGroupConfig(part=part, lr=rate) for part, rate in config.part_lrs.items())
@@ -201,7 +224,7 @@ class FinetunePlan:
         if self.recipe.lora is not None:
             lora = self.recipe.lora
             yield f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
-        yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.samples.format_name})"
+        yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.format_name})"
         yield f"steps: {stage.steps:,} of {stage.batch_size:,} conversations, {stage.dtype}"
         yield "memory: " + format_si(sum(memory.values()), "B") + " (estimate)"
         for name, size in memory.items():

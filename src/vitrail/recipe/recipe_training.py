@@ -82,7 +82,10 @@ def train_recipe(
             )
             chat_tokenizer = getattr(task, "chat_tokenizer", chat_tokenizer)
             trainer = Trainer(stage, task, sources, out / stage.name, **options)
-            trainer.train()
+            try:
+                trainer.train()
+            finally:
+                report_skipped(sources, out / stage.name)
             if distributed.get_world_size() > 1:  # the next stage shards the weights again; rank 0 saves them
                 needs_model = stage is not stages[-1] or distributed.get_rank() == 0
                 full_model = build_model(recipe, tokenizer) if needs_model else None
@@ -105,6 +108,16 @@ def _open_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, d
     opened = sources_without_text | ({} if tokenizer is None else open_sources(recipe, tokenizer))
     sources = {name: opened[name] for name in recipe.sources}
     return tokenizer, sources, describe_run(recipe, sources)
+
+
+def report_skipped(sources: SourceMap, folder: Path) -> None:
+    """Write which samples this process and its data workers could not read, to stderr and to FOLDER/skipped.txt."""
+    reports = {name: source.report() for name, source in sources.items() if hasattr(source, "report")}
+    lines = [f"{name}: {report}" for name, report in reports.items() if report and (report.faults or report.num_cut)]
+    if lines:
+        sys.stderr.write("".join(f"{line.splitlines()[0]}\n" for line in lines))
+        rank = distributed.get_rank()
+        (folder / ("skipped.txt" if rank == 0 else f"skipped-{rank}.txt")).write_text("\n".join(lines) + "\n")
 
 
 def _prepare_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, dict[str, Any]]:

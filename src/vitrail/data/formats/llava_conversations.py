@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from vitrail.data.formats.data_files import Id, MediaFolder, read_json_rows
-from vitrail.data.formats.sample import ContentPart, Role, Sample, SampleDataset, Turn, show_progress
-from vitrail.errors import DataError
+from vitrail.data.formats.data_files import Id, MediaFolder
+from vitrail.data.formats.json_rows import build_row_dataset, open_json_rows
+from vitrail.data.formats.sample import ContentPart, Role, Sample, SampleDataset, Turn
 
 MediaKind = Literal["image", "video"]
 
@@ -50,18 +50,7 @@ def open_llava(path: Path, folder: MediaFolder) -> SampleDataset:
 
     LLaVA's own files repeat ids, with several conversations about one image. Repeated ids get `#2`, `#3`, ….
     """
-    rows, names, repeats = [], set(), {}
-    for number, row in enumerate(show_progress(read_json_rows(path, _Row), path.name)):
-        name = str(number if row.id is None else row.id)
-        base_name = name
-        while name in names:
-            repeats[base_name] = repeats.get(base_name, 1) + 1
-            name = f"{base_name}#{repeats[base_name]}"
-        names.add(name)
-        if problem := _find_problem(row):  # check on opening, not during training
-            raise DataError(f"{path}, sample {number} ({name:.80}): {problem[0]}", problem[1])
-        rows.append((name, row))
-    return SampleDataset("llava", path, rows, partial(_sample, folder))
+    return build_row_dataset("llava", path, open_json_rows(path, _Row), _find_problem, partial(_sample, folder))
 
 
 def _sample(folder: MediaFolder, numbered_row: tuple[str, _Row]) -> Sample:

@@ -225,6 +225,8 @@ class FinetunePlan:
             lora = self.recipe.lora
             yield f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
         yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.format_name})"
+        if (report := self.source.report()) and report.faults:
+            yield f"unreadable so far: {len(report.faults):,}, such as {report.faults[0]}"
         yield f"steps: {stage.steps:,} of {stage.batch_size:,} conversations, {stage.dtype}"
         yield "memory: " + format_si(sum(memory.values()), "B") + " (estimate)"
         for name, size in memory.items():

@@ -4,6 +4,7 @@ Content is a text, or a list of parts: `{"type": "text", "text": …}` and
 `{"type": "image_url", "image_url": {"url": …}}` with the name of a file or a data URL.
 
 A text may also mark with `<image>` where an image of the key `images` is shown, as ms-swift and LLaMA-Factory write it.
+The key `system` may hold a system message.
 """
 
 import base64
@@ -18,7 +19,7 @@ import msgspec
 
 from vitrail.data.formats.data_files import Id, MediaFolder
 from vitrail.data.formats.json_rows import build_row_dataset, open_json_rows
-from vitrail.data.formats.llava_conversations import ROLES
+from vitrail.data.formats.llava_conversations import ROLES, build_system_turns
 from vitrail.data.formats.sample import ContentPart, Sample, SampleDataset, Turn
 from vitrail.errors import DataError
 
@@ -54,6 +55,7 @@ class MessagesRow(msgspec.Struct):
     id: Id | None = None
     images: list[str] | str | None = None
     image: str | None = None
+    system: str | None = None  # a system message, as LLaMA-Factory writes it
 
     def to_sample(self, images: tuple[bytes | Path, ...]) -> Sample:
         """Convert a row of a parquet file."""
@@ -74,7 +76,7 @@ class MessagesRow(msgspec.Struct):
 
     def parse(self) -> "_ParsedRow":
         """Number the images in reading order."""
-        turns, files, numbers = [], list[str | None](), count()
+        turns, files, numbers = build_system_turns(self.system), list[str | None](), count()
         for message in self.messages:
             if message.role not in ROLES:
                 raise DataError(f"unknown role {message.role!r:.80}", f"known: {', '.join(ROLES)}")
@@ -93,7 +95,7 @@ class MessagesRow(msgspec.Struct):
                     if text:
                         parts.append(ContentPart("text", text))
             turns.append(Turn(ROLES[message.role], tuple(parts)))
-        if not turns:
+        if not self.messages:
             raise DataError("it has no turns", "give at least one turn, or remove the sample")
         return _ParsedRow(tuple(turns), files)
 
@@ -146,10 +148,13 @@ class ConversationsRow(msgspec.Struct):
 
     conversations: list["_Turn"]
     id: Id | None = None
+    system: str | None = None
 
     def to_messages(self) -> MessagesRow:
         """Convert the turns to messages."""
-        return MessagesRow([_Message(turn.speaker, turn.value) for turn in self.conversations], self.id)
+        return MessagesRow(
+            [_Message(turn.speaker, turn.value) for turn in self.conversations], self.id, system=self.system
+        )
 
     def to_sample(self, images: tuple[bytes | Path, ...]) -> Sample:
         return self.to_messages().to_sample(images)

@@ -39,6 +39,7 @@ class _Row(msgspec.Struct):
     video: str | list[str] | None = None
     images: str | list[str] | None = None
     videos: str | list[str] | None = None
+    system: str | None = None  # a system message, as LLaMA-Factory writes it
 
     def __post_init__(self) -> None:
         self.image = self.images if self.image is None else self.image
@@ -89,7 +90,7 @@ def _media_kinds(row: _Row) -> dict[str, MediaKind]:
 
 def _parse_turns(row: _Row) -> tuple[Turn, ...]:
     """Parse the turns, and number placeholders in reading order."""
-    media_kinds, turns = _media_kinds(row), []
+    media_kinds, turns = _media_kinds(row), build_system_turns(row.system)
     numbers = {"image": count(), "video": count()}
     for message in row.conversations:
         parts = []
@@ -100,6 +101,11 @@ def _parse_turns(row: _Row) -> tuple[Turn, ...]:
                 parts.append(ContentPart("text", text))
         turns.append(Turn(ROLES[message.speaker], tuple(parts)))
     return tuple(turns)
+
+
+def build_system_turns(text: str | None) -> list[Turn]:
+    """Build the turn of a system message that is stored beside the conversation; none if it is empty."""
+    return [Turn("system", (ContentPart("text", text),))] if text else []
 
 
 def _to_list(names: str | list[str] | None) -> list[str]:

@@ -422,9 +422,10 @@ def read_conversation(members: dict[str, Any]) -> Sample:
 def _parse_row(document: dict[str, Any]) -> MessagesRow:
     """Parse turns as LLaVA, ShareGPT or OpenAI write them."""
     try:
-        if "messages" in document:
-            return msgspec.convert({"messages": document["messages"]}, MessagesRow)
-        return msgspec.convert({"conversations": document["conversations"]}, ConversationsRow).to_messages()
+        turns = {key: document[key] for key in ("messages", "conversations", "system") if key in document}
+        if "messages" in turns:
+            return msgspec.convert(turns, MessagesRow)
+        return msgspec.convert(turns, ConversationsRow).to_messages()
     except msgspec.ValidationError as error:
         raise DataError(f"its json: {error}", "write the turns as LLaVA or OpenAI do") from error
 

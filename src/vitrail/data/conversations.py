@@ -72,7 +72,8 @@ class ConversationSource:
 
     def __init__(self, config: ConversationsConfig, name: str = "conversations"):
         self.config, self.name = config, name
-        self.samples = samples = _open_samples(config)
+        samples = _open_samples(config)
+        self.samples = samples
         self.rows: Sequence[int] = range(min(len(samples), config.max_samples or len(samples)))
         for reason, count in samples.skipped.items():
             sys.stderr.write(f"{name}: skipped {count:,} {reason} of {samples.path}: not conversations\n")

@@ -16,7 +16,8 @@ class ExpertBalance:
 
     def __init__(self, model: nn.Module, weight: float | None = None):
         self.model = model
-        self.layers = layers = [module for module in model.modules() if isinstance(module, MoE)]
+        layers = [module for module in model.modules() if isinstance(module, MoE)]
+        self.layers = layers
         for layer in layers:
             layer.token_mask = None  # of an earlier task
         weights = [layer.config.router_aux_loss_coef if weight is None else weight for layer in layers]

@@ -121,7 +121,8 @@ def build_row_dataset(
     named_rows, names, repeats = [], set(), {}
     for number, row in enumerate(show_progress(rows, path.name)):
         row_id = getattr(row, "id", None)
-        name = base_name = str(number if row_id is None else row_id)
+        base_name = str(number if row_id is None else row_id)
+        name = base_name
         while name in names:
             repeats[base_name] = repeats.get(base_name, 1) + 1
             name = f"{base_name}#{repeats[base_name]}"

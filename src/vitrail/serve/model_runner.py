@@ -18,7 +18,9 @@ from vitrail.backbones.fusion import CrossAttentionFusionConfig, DeepStackInputs
 from vitrail.errors import ConfigError
 from vitrail.generate.cuda_graph_decode import can_capture
 from vitrail.generate.fused_paged_decoder import FusedPagedDecoder
-from vitrail.models.vlm import VISUAL_KINDS, VLM, VisionFeatures, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VISUAL_KINDS, VLM
+from vitrail.models.vlm_vision_model import VisionFeatures
 from vitrail.nn import AttentionConfig, AttentionPlan, PagedKVCache, PagedPass
 from vitrail.nn.kernels import HAS_TRITON
 from vitrail.nn.paged_attention import KERNEL_HEAD_DIMS, count_tile_tokens

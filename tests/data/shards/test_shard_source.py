@@ -13,6 +13,7 @@ import webdataset
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from training import ranks as rank_processes
 from vitrail.data.image_captions import build_caption_source
 from vitrail.data.qa import build_qa_dataset
 from vitrail.data.sampler import MixtureConfig
@@ -380,3 +381,22 @@ def test_workers_share_the_states(shards, tmp_path, tokenizer):
     assert sum(len(batch["shards"]) for batch in loader) == COUNT
     (fault, *_), report = source.report().faults, source.report()
     assert report.num_read == COUNT and fault.member == "s0002.txt" and "UnicodeDecodeError" in fault.reason
+
+
+def train_classes(shards, tokenizer_folder, folder):
+    """Train on this rank."""
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    config = ShardSourceConfig(paths=str(shards), contents="classes", class_names=COLOURS, image_size=16, max_tokens=14)
+    train({"here": ShardImageSource(config, tokenizer, "here")}, tokenizer, folder, num_workers=1)
+
+
+@pytest.mark.slow
+def test_ranks_train_on_the_same_samples_as_one_process(shards, tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer")
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+    train_classes(shards, tmp_path / "tokenizer", tmp_path / "1")
+    rank_processes.run(2, train_classes, shards, tmp_path / "tokenizer", tmp_path / "2")
+    logs = [[json.loads(row) for row in (tmp_path / n / "log.jsonl").open()] for n in ("1", "2")]
+    first, second = ([row["loss/pairs"] for row in log if "loss/pairs" in row] for log in logs)
+    assert len(first) == 4 and first == pytest.approx(second, rel=1e-4)

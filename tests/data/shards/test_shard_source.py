@@ -387,7 +387,7 @@ def train_classes(shards, tokenizer_folder, folder):
     """Train on this rank."""
     tokenizer = Tokenizer.load(tokenizer_folder)
     config = ShardSourceConfig(paths=str(shards), contents="classes", class_names=COLOURS, image_size=16, max_tokens=14)
-    train({"here": ShardImageSource(config, tokenizer, "here")}, tokenizer, folder, num_workers=1)
+    train({"here": ShardImageSource(config, tokenizer, "here")}, tokenizer, folder)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The task video-qa: its rows equal prompts of the chat pipeline, and turns are independent."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -7,14 +9,12 @@ from helpers import randomize
 from vitrail import hub, recipe
 from vitrail.data.clips.clip_questions import NUM_QUESTIONS, get_piece_table
 from vitrail.data.clips.clip_source import ClipLayout, ClipSource, ClipSourceConfig
-from vitrail.errors import ConfigError
 from vitrail.models.video_inputs import Video
 from vitrail.models.video_rows import answer_video_turns, embed_video_prefix, forward_video_turns
 from vitrail.models.vlm import VLM
 from vitrail.pipelines import ChatPipeline
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.recipe.sweep import load_sweep
-from vitrail.stream import pack_streams
 from vitrail.stream.packing import pad_streams
 from vitrail.tasks.video_qa_task import VideoQASettings, VideoQATask
 
@@ -34,16 +34,23 @@ SMALL = {
 VARIANTS = [variant.name for variant in load_sweep("video-time").variants]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+@cache
+def make_tokenizer() -> Tokenizer:
     texts = get_piece_table().texts[1:]
     return Tokenizer.train(texts, 512, special_tokens=SPECIALS, eos=SPECIALS[0])
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
 
 
 def make_task(variant: str, tokenizer: Tokenizer, **settings) -> VideoQATask:
     sweep = load_sweep("video-time")
     overrides = next(one.overrides for one in sweep.variants if one.name == variant)
-    chosen = recipe.load_recipe(sweep.recipe, {k: f'"{v}"' if isinstance(v, str) else v for k, v in (SMALL | overrides).items()})
+    chosen = recipe.load_recipe(
+        sweep.recipe, {k: f'"{v}"' if isinstance(v, str) else v for k, v in (SMALL | overrides).items()}
+    )
     torch.manual_seed(0)
     model = randomize(VLM(chosen.build_model_config())).eval()
     source = ClipSource(ClipSourceConfig(num_frames=(8,), fps=(2.0, 4.0), seed=5))

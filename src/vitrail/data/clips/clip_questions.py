@@ -1,6 +1,7 @@
 """Questions about clips with their answers, as rows of text pieces.
 
-Every clip has four questions, which depend on its kind:
+Every clip has five questions. One is about its shapes and their colours, which need no time; it is a control. The
+others depend on the kind of the clip:
 
     events  what happens first, what happens last, when an event happens, in which third of the clip another one happens
     jumps   how often each of two shapes jumps, when the first one jumps first, and in which third
@@ -20,15 +21,15 @@ from vitrail.data.language.text_pieces import PieceTable
 from vitrail.data.scenes.counter_rng import random_integers
 from vitrail.errors import ConfigError
 
-QUESTION_KINDS = ("order", "count", "when", "part", "needle")
+QUESTION_KINDS = ("order", "count", "when", "part", "needle", "shapes")
 KINDS_OF_CLIPS = (
-    ("order", "order", "when", "part"),
-    ("count", "count", "when", "part"),
-    ("needle", "when", "part", "count"),
+    ("order", "order", "when", "part", "shapes"),
+    ("count", "count", "when", "part", "shapes"),
+    ("needle", "when", "part", "count", "shapes"),
 )
 """Kinds of the questions about each kind of clip, in the order of CLIP_KINDS."""
 NUM_QUESTIONS = len(KINDS_OF_CLIPS[0])
-PIECES = 3  # of a question, and of an answer
+PIECES = 6  # of a question, and of an answer
 MAX_SECONDS = 1024
 STEPS_PER_SECOND = 4  # times are multiples of a quarter of a second
 PARTS = ("the beginning", "the middle", "the end")
@@ -54,7 +55,8 @@ class _Rows(NamedTuple):
     the_shape_first: Tensor
     event_verb: Tensor
     event_question: Tensor
-    turns: Tensor
+    colour: Tensor
+    colour_first: Tensor
     first: Tensor
     last: Tensor
     when: int
@@ -62,6 +64,7 @@ class _Rows(NamedTuple):
     which_part: int
     how_often: int
     needle: int
+    which_shapes: int
     jump: int
     jump_first: int
     visible: int
@@ -82,7 +85,8 @@ def _rows() -> _Rows:
         the_shape_first=table.add_all([f"the {name}" for name in SHAPES]),
         event_verb=table.add_all(EVENT_VERBS),
         event_question=table.add_all(EVENT_QUESTIONS),
-        turns=table.add_all([f" {name}" for name in COLOURS]),
+        colour=table.add_all([f" {name}" for name in COLOURS]),
+        colour_first=table.add_all(COLOURS),
         first=table.add_all(FIRST_WORDINGS),
         last=table.add_all(LAST_WORDINGS),
         when=table.add("When does"),
@@ -90,6 +94,7 @@ def _rows() -> _Rows:
         which_part=table.add("In which part does"),
         how_often=table.add("How often does"),
         needle=table.add("What is visible in only one frame?"),
+        which_shapes=table.add("Which shapes are there?"),
         jump=table.add(" jump?"),
         jump_first=table.add(" jump first?"),
         visible=table.add(" visible?"),
@@ -139,8 +144,8 @@ def generate_clip_questions(clips: ClipBatch, index: Tensor, fps: float, seed: i
     def describe(place: Tensor) -> Tensor:
         """Describe the event of one object of each clip."""
         event = pick(clips.event, place)
-        colour = torch.where(event == TURNS, rows.turns[pick(clips.new_colour, place)], 0)
-        return torch.stack([rows.the_shape_first[pick(clips.shape, place)], rows.event_verb[event], colour], 1)
+        colour = torch.where(event == TURNS, rows.colour[pick(clips.new_colour, place)], 0)
+        return row(rows.the_shape_first[pick(clips.shape, place)], rows.event_verb[event], colour)
 
     def tell_time(frame: Tensor) -> Tensor:
         return row(rows.times[frame * int(steps)])
@@ -160,30 +165,36 @@ def generate_clip_questions(clips: ClipBatch, index: Tensor, fps: float, seed: i
     first_jump, jumps = clips.jumps[:, 0, 0].clamp(max=T - 1), clips.num_jumps
     needle = clips.frame[:, 2]
     needle_name = row(rows.a_colour[clips.colour[:, 2]], rows.shape[clips.shape[:, 2]])
+    which_shapes, list_shapes = row(rows.which_shapes), _list_shapes(clips, rows)
     questions = (  # by kind of clip
         (
             row(rows.first[wording]),
             row(rows.last[wording]),
             ask_event(rows.when, one),
             ask_event(rows.which_part, other),
+            which_shapes,
         ),
         (
             row(rows.how_often, names[:, 0], rows.jump),
             row(rows.how_often, names[:, 1], rows.jump),
             row(rows.when, names[:, 0], rows.jump_first),
             row(rows.which_part, names[:, 0], rows.jump_first),
+            which_shapes,
         ),
         (
             row(rows.needle),
             row(rows.when_needle, names[:, 2], rows.visible),
             row(rows.which_part, names[:, 2], rows.event_question[1]),
             row(rows.how_often, names[:, 0], rows.jump),
+            which_shapes,
         ),
     )
+    when, part = tell_time(pick(clips.frame, one)), tell_part(pick(clips.frame, other))
+    often = [row(rows.number[jumps[:, n]]) for n in (0, 1)]
     answers = (
-        (describe(first), describe(last), tell_time(pick(clips.frame, one)), tell_part(pick(clips.frame, other))),
-        (row(rows.number[jumps[:, 0]]), row(rows.number[jumps[:, 1]]), tell_time(first_jump), tell_part(first_jump)),
-        (needle_name, tell_time(needle), tell_part(needle), row(rows.number[jumps[:, 0]])),
+        (describe(first), describe(last), when, part, list_shapes),
+        (*often, tell_time(first_jump), tell_part(first_jump), list_shapes),
+        (needle_name, tell_time(needle), tell_part(needle), often[0], list_shapes),
     )
     place = clips.kind[:, None, None, None]
 
@@ -192,6 +203,14 @@ def generate_clip_questions(clips: ClipBatch, index: Tensor, fps: float, seed: i
         return stacked.gather(1, place.expand(-1, 1, *stacked.shape[2:]))[:, 0]
 
     return ClipQuestions(select(questions), select(answers), rows.kinds[clips.kind])
+
+
+def _list_shapes(clips: ClipBatch, rows: _Rows) -> Tensor:
+    """Name the shapes (B, P) from top to bottom, with the colours that they have at first."""
+    order = clips.lane.argsort(1)
+    colour, shape = clips.colour.gather(1, order), rows.shape[clips.shape.gather(1, order)]
+    first, others = rows.colour_first[colour[:, :1]], rows.colour[colour[:, 1:]]
+    return torch.stack([torch.cat([first, others], 1), shape], 2).flatten(1)
 
 
 assert len(EVENT_VERBS) == len(EVENT_QUESTIONS) == len(EVENTS) and len(CLIP_KINDS) == 3

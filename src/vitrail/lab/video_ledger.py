@@ -101,7 +101,7 @@ def _compute_cost(
     vlm: VLM, name: str, context_length: int, frame_size: tuple[int, int], fps: float, device: DeviceSpec
 ) -> VideoCost:
     config = vlm.config
-    step = config.tower.temporal_patch_size if isinstance(config.tower, PackedViTConfig) else 1
+    step = config.frames_per_step
     first, second = (_count_tokens(config, n * step, frame_size) for n in (1, 2))
     per_step = second - first
     num_steps = (context_length - QUESTION_TOKENS - first) // per_step + 1
@@ -152,8 +152,7 @@ def layout_video(config: VLMConfig, num_frames: int, frame_size: tuple[int, int]
 
 def _count_tokens(config: VLMConfig, num_frames: int, frame_size: tuple[int, int]) -> int:
     layout = layout_video(config, num_frames, frame_size)
-    steps = layout.t if isinstance(layout, Grid) else num_frames
-    return config.count_tokens(layout) + steps * _count_timestamp_tokens(config)
+    return config.count_tokens(layout) + num_frames // config.frames_per_step * _count_timestamp_tokens(config)
 
 
 def _count_timestamp_tokens(config: VLMConfig) -> int:

@@ -75,12 +75,17 @@ def build_video_row_template(
 ) -> VideoRowTemplate:
     """Build the template of rows with one video, whose frames have these timestamps in seconds and this size."""
     tower = _check_config(config)
-    S = tower.temporal_patch_size
+    S = config.frames_per_step
     if len(timestamps) % S:
         raise ConfigError(
-            f"videos of {len(timestamps)} frames do not fill temporal patches of {S}", f"use a multiple of {S} frames"
+            f"videos of {len(timestamps)} frames do not fill steps of {S} frames", f"use a multiple of {S} frames"
         )
-    grid = Grid.from_pixels(*frame_size, tower.patch_size, merge_size=tower.spatial_merge_size, t=len(timestamps) // S)
+    grid = Grid.from_pixels(
+        *frame_size,
+        tower.patch_size,
+        merge_size=tower.spatial_merge_size,
+        t=len(timestamps) // tower.temporal_patch_size,
+    )
     interval = (timestamps[-1] - timestamps[0]) / max(1, len(timestamps) - 1) or 1.0
     frames = VideoFrames(torch.empty(0), compute_patch_times(timestamps, S), S * interval)
     message = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": PROBE_QUESTION}]}

@@ -203,7 +203,7 @@ def _print_video_ledgers(
 ) -> None:
     if not names:
         raise ConfigError("--video needs a model that takes videos", "give presets or folders, such as qwen3-vl-2b")
-    settings = {"frame_size": frame_size, "fps": fps, "dtype": dtype}
+    settings: dict[str, Any] = {"frame_size": frame_size, "fps": fps, "dtype": dtype}
     settings |= {} if context_length is None else {"context_lengths": (context_length,)}
     models: dict[str, Any] = _load_configs(names)
     ledgers = [

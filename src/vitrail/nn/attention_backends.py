@@ -132,8 +132,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
     sizes = q.shape[2], k.shape[2]
     empty = plan.empty_query_mask(*sizes, q.device)
     if (n := plan.prefix_length) and sizes[0] == sizes[1] and empty is None:  # kernels without a mask are faster
-        prefix = (x[:, :, :n] for x in (q, k, v))
-        first = F.scaled_dot_product_attention(*prefix, is_causal=plan.causal_prefix, enable_gqa=grouped)
+        first = F.scaled_dot_product_attention(
+            q[:, :, :n], k[:, :, :n], v[:, :, :n], is_causal=plan.causal_prefix, enable_gqa=grouped
+        )
         mask = plan.mask(*sizes, q.device, n)
         rest = F.scaled_dot_product_attention(q[:, :, n:], k, v, attn_mask=mask, enable_gqa=grouped)
         return torch.cat([first.transpose(1, 2), rest.transpose(1, 2)], 1)
@@ -161,8 +162,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
             q, _repeat(k[None], H)[0], _repeat(v[None], H)[0], starts, key_starts, *sizes, window_size=window
         )[..., :width]
     elif len({*plan.segment_lengths, *plan.key_segment_lengths}) == 1 and plan.spans is None:  # frames of one size
-        rows = (x.unflatten(0, (len(plan.segment_lengths), -1)) for x in (q, k, v))
-        out = _sdpa(*rows, plan.segment_plans()[0])
+        q, k, v = (x.unflatten(0, (len(plan.segment_lengths), -1)) for x in (q, k, v))
+        out = _sdpa(q, k, v, plan.segment_plans()[0])
     else:
         parts = q.split(plan.segment_lengths), k.split(plan.key_segment_lengths), v.split(plan.key_segment_lengths)
         segments = zip(*parts, plan.segment_plans(), strict=True)

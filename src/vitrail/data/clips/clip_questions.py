@@ -11,7 +11,7 @@ Shapes: B clips, Q questions of a clip, P pieces of a question or an answer
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,8 @@ def _rows() -> _Rows:
 
 @cache
 def _rows_on(device: torch.device) -> _Rows:
-    return _Rows(*(value.to(device) if isinstance(value, Tensor) else value for value in _rows()))
+    tensors: dict[str, Any] = {name: x.to(device) for name, x in _rows()._asdict().items() if isinstance(x, Tensor)}
+    return _rows()._replace(**tensors)
 
 
 def format_time(seconds: float) -> str:

@@ -18,7 +18,8 @@ from vitrail.encoders.packed_vit import PackedViTConfig
 from vitrail.errors import ConfigError
 from vitrail.models.chat_layout import ChatFormat, build_chat_parts, prepend_bos
 from vitrail.models.video_inputs import VideoFrames
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.models.vlm_config import VLMConfig
 from vitrail.nn import AttentionPlan
 from vitrail.processing.grid import Grid

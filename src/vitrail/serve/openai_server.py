@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import ConfigError
-from vitrail.serve.engine import QueueFullError
+from vitrail.serve.engine import EngineFailedError, QueueFullError
 from vitrail.serve.generation_run import GenerationRun
 from vitrail.serve.image_answers import draw_images, edit_image, embed_inputs, encode_vector, parse_form
 from vitrail.serve.loopback_requests import is_loopback_request
@@ -142,7 +142,8 @@ class GuardMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
-            await asyncio.wait_for(send(message), served.limits.send_seconds)
+            async with asyncio.timeout(served.limits.send_seconds):
+                await send(message)
 
         served.in_flight += 1
         try:
@@ -264,6 +265,8 @@ def build_app(served: ServedModels) -> Starlette:
             run.start(served.find_client(request, asked.user))
         except QueueFullError as error:
             raise APIError(str(error.problem), status=429, code="queue_full", retry_after=2) from None
+        except EngineFailedError as error:
+            raise APIError(str(error), status=503, code="engine_failed") from None
         id = f"{'chatcmpl' if endpoint.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}"
         if asked.stream:
             return EventStreamResponse(run, stream_chunks(id, asked, run, model))
@@ -324,6 +327,8 @@ def build_app(served: ServedModels) -> Starlette:
         raise APIError(f"there is no model {name[:200]!r}", status=404, param="model", code="model_not_found")
 
     async def health(request: Request) -> Response:
+        if failed := [one.name for one in served.models if one.engine is not None and one.engine.failure is not None]:
+            raise APIError(f"the device of {', '.join(failed)} failed", status=503, code="engine_failed")
         return _json({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

@@ -17,7 +17,8 @@ from vitrail.generate.vlm_generation import generate_from_streams
 from vitrail.models.vlm import VLM
 from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RotaryConfig
 from vitrail.serve.captured_decode import CapturedDecode, batch_sizes, choose_splits, select_most_likely
-from vitrail.serve.engine import Engine, EngineFailedError, QueueFullError
+from vitrail.serve.client_fairness import QueueFullError
+from vitrail.serve.engine import Engine, EngineFailedError
 from vitrail.serve.engine_request import EnginePrompt, SamplingParams, collect_output
 from vitrail.serve.engine_scheduler import EngineConfig
 from vitrail.serve.model_runner import build_engine_prompt
@@ -85,7 +86,7 @@ def check_clean(engine: Engine) -> None:
     """Nothing is left of the requests: no pages, no slots, no clients."""
     assert engine.allocator.num_used == 0
     assert len(engine.scheduler.free_slots) == engine.config.max_num_seqs
-    assert not engine.scheduler.served and not engine.has_work
+    assert not engine.scheduler.clients and not engine.has_work
 
 
 class UncapturedDecode(CapturedDecode):

@@ -483,7 +483,7 @@ def test_two_hundred_clients_lose_no_request():
             thread.join()
     assert len(statuses) >= 200 and set(statuses) == {200}
     assert model.engine is not None
-    assert model.engine.stats.pages_used == 0 and not model.engine.scheduler.served
+    assert model.engine.stats.pages_used == 0 and not model.engine.scheduler.clients
 
 
 def test_models_that_cannot_be_served_are_refused():

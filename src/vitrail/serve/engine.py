@@ -22,6 +22,7 @@ from vitrail.models.vlm import VLM
 from vitrail.nn import PagedKVCache
 from vitrail.serve.batch_sampling import BatchSampler, SampledTokens
 from vitrail.serve.captured_decode import DecodeResult
+from vitrail.serve.client_fairness import QueueFullError
 from vitrail.serve.engine_request import (
     EndReason,
     EngineOutput,
@@ -42,10 +43,6 @@ T = TypeVar("T")
 
 DEFAULT_CACHE_BYTES = 1 << 30  # of the KV cache on a CPU
 IDLE_SECONDS = 0.5  # longest wait of the thread without work
-
-
-class QueueFullError(VitrailError):
-    """The engine has as many waiting requests as it accepts."""
 
 
 class EngineFailedError(VitrailError):

@@ -93,7 +93,8 @@ class GenerationRun:
         """Submit the request. Raises an error if the engine does not accept it."""
         prepared, delivery = self.prepared, EventDelivery.to_running_loop()
         if isinstance(prepared, PreparedText):
-            self._thread = asyncio.ensure_future(asyncio.to_thread(self._run_pipeline, prepared, delivery))
+            self.model.turns.check_queue()
+            self._task = asyncio.ensure_future(self._take_turn(prepared, delivery, client))
             return
         assert self.model.engine is not None
         try:
@@ -112,6 +113,11 @@ class GenerationRun:
         assert isinstance(prepared, PreparedGeneration) and engine is not None
         constraint = prepared.constraints[choice]
         return engine.submit(prepared.prompt, params, receive, client=client, constraint=constraint)
+
+    async def _take_turn(self, prepared: PreparedText, delivery: EventDelivery, client: str) -> None:
+        async with self.model.turns.take(client):
+            if not self.cancelled:
+                await asyncio.to_thread(self._run_pipeline, prepared, delivery)
 
     def _run_pipeline(self, prepared: PreparedText, delivery: EventDelivery) -> None:
         """Answer with the pipeline, in a thread. Its text is stripped as that of `vitrail ask`."""

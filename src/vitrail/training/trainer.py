@@ -271,7 +271,8 @@ class Trainer:
         scale = self.stage.schedule.lr_factor(self.step, self.stage.steps)
         self.optimizer.step(scale)
         self.optimizer.zero_grad()
-        self._weight_check = FiniteCheck(dict(self.task.model.named_parameters()) | self.optimizer.master_weights())
+        # A half-precision weight is the rounded master weight, and not finite if that one is not.
+        self._weight_check = FiniteCheck(dict(self.task.model.named_parameters()))
         if not self._defers_check:
             self._finish_weight_check(self.step + 1)
         if self.ema is not None:

@@ -15,7 +15,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 def randomize(module: nn.Module, seed: int = 0, spread: float = 0.2) -> nn.Module:
-    """Every parameter drawn anew, so that none is hidden by a zero or one it started with."""
+    """Draw every parameter at random, so that no initial zero or one hides an error."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():

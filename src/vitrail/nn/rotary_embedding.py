@@ -67,7 +67,7 @@ class ProportionalScaling(Config, tag="proportional", tag_field="kind"):
     factor: PositiveFloat = 1.0
 
 
-class DynamicNTKScaling(Config, tag="dynamic_ntk", tag_field="kind"):
+class DynamicNTKScaling(Config, tag="dynamic-ntk", tag_field="kind"):
     """NTK-aware scaling by the length of each sample. Samples of up to `original_length` tokens are not scaled."""
 
     factor: PositiveFloat

@@ -24,7 +24,6 @@ from vitrail.nn import Block, disable_cudnn_attention
 from vitrail.nn.cuda_graphs import enable_cuda_graphs
 from vitrail.nn.parameters import FiniteCheck
 from vitrail.training import checkpoint, distributed
-from vitrail.training.batch_loader import BatchLoader
 from vitrail.training.checkpoint_writer import CheckpointWriter
 from vitrail.training.ema import EMA
 from vitrail.training.memory_errors import report_out_of_memory
@@ -34,6 +33,7 @@ from vitrail.training.prefetch import PrefetchIterator
 from vitrail.training.rank_monitor import RankMonitor, report_stopped_ranks
 from vitrail.training.run_summary import format_progress, get_memory_gb, summarize_run
 from vitrail.training.stage_config import StageConfig, set_trainable_parts
+from vitrail.training.step_loader import StepLoader
 from vitrail.training.stop_signals import StopSignals
 from vitrail.training.task import Batch, MeteredTask, PreparedBatchTask, SampleSource, Task, TokenTask
 from vitrail.training.train_logger import TrainLogger
@@ -66,7 +66,7 @@ class Trainer:
                 f"stage {stage.name!r}: validate names {unknown[0]!r}, which is not a source",
                 f"sources: {', '.join(sources)}",
             )
-        self.loader = BatchLoader(stage, task, sources, seed, pin_memory=self.device.type == "cuda")
+        self.loader = StepLoader(stage, task, sources, seed, pin_memory=self.device.type == "cuda")
         model, alone = task.model, distributed.get_world_size() == 1
         model.to(self.device, torch.float32)
         set_trainable_parts(model, stage.trainable)

@@ -133,7 +133,7 @@ def test_a_killed_run_resumes_bit_for_bit(base, tmp_path, monkeypatch):
 
 
 def test_full_training_and_rates_of_parts(base, tmp_path):
-    config = settings(base, write_llava(tmp_path), steps=2, full=True, lr=1e-3, part_lrs={"tower": 0.0})
+    config = settings(base, write_llava(tmp_path), steps=2, method="full", lr=1e-3, part_lrs={"tower": 0.0})
     folder = run(config, tmp_path / "out")
     assert folder == tmp_path / "out/final" and "all weights" in (folder / "README.md").read_text()
     before, after = hub.load(base).state_dict(), hub.load(folder).state_dict()

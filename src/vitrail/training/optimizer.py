@@ -1,5 +1,7 @@
 """AdamW, LAMB and Muon with per-part learning rates and float32 master copies of half-precision weights.
 
+The two means can be stored with 8 bits (`state_bits`).
+
 g gradient, m its running mean, v its running square, w weight, u update, t steps taken
 """
 
@@ -8,12 +10,15 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.nn.blockwise_quantization import BLOCK, dequantize_blockwise, quantize_blockwise
 from vitrail.training.parameter_names import check_patterns_match, check_state_matches, matches_pattern
 
+MIN_8BIT_NUMEL = 4096
 BUCKET_NUMEL = 2**26
 """Elements updated together. It limits the size of the float32 copies of half-precision gradients."""
 
@@ -51,6 +56,8 @@ class OptimConfig(Config):
     no_decay       parameters without weight decay and LAMB scaling: `vectors` (fewer than two axes: norms, biases,
                    gates, layer scales, single tokens), `positions` (learned position embeddings), `embeddings` (token
                    embeddings), or a part
+    state_bits     32, or 8: block-wise dynamic codes for the means of parameters with 4096 or more elements, as in
+                   bitsandbytes; 2 instead of 8 bytes for each element. Master copies stay in float32
     """
 
     lr: float
@@ -61,6 +68,7 @@ class OptimConfig(Config):
     max_grad_norm: float = 1.0
     param_groups: tuple[ParamGroupConfig, ...] = ()
     no_decay: tuple[str, ...] = ("vectors", "positions")
+    state_bits: Literal[32, 8] = 32
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -138,14 +146,26 @@ def _resolve_lr(config: OptimConfig, row: int | None) -> float:
     return rate.lr if rate.lr is not None else config.lr * (rate.lr_multiplier or 0.0)
 
 
+class _MomentCodes:
+    """The running means of one parameter with 8 bits, padded to whole blocks: codes (2, n), scales (2, n / BLOCK)."""
+
+    def __init__(self, like: Tensor):
+        size = -(-like.numel() // BLOCK)
+        self.codes = torch.zeros(2, size * BLOCK, dtype=torch.uint8, device=like.device)
+        self.scales = torch.zeros(2, size, device=like.device)
+
+
 class _ParameterState:
     """Optimizer state of one parameter."""
 
-    def __init__(self, weight: nn.Parameter, uses_muon: bool = False):
+    def __init__(self, weight: nn.Parameter, uses_muon: bool = False, state_bits: int = 32):
         self.weight, self.uses_muon = weight, uses_muon  # whether Muon updates it
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.master_copy = None if weight.dtype == wide else weight.detach().to(wide)
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        # Either the two means, or their 8-bit codes and scales. A step sets the means from the codes.
+        self.codes = _MomentCodes(self.master) if state_bits == 8 and weight.numel() >= MIN_8BIT_NUMEL else None
+        if self.codes is None:
+            self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
         self.grad_sum: Tensor | None = None  # over the micro-batches of one step
 
@@ -180,8 +200,10 @@ class Optimizer:
         self.groups = [group for group in groups if group.param_names]
         self._names = list(parameters)  # in the model's order
         muon_parameters = _select_muon_parameters(parameters) if config.kind == "muon" else frozenset()
+        if config.state_bits == 8 and any(hasattr(p, "to_local") for p in parameters.values()):
+            raise ConfigError("state_bits = 8 needs whole parameters, and these are sharded over ranks", "use 32")
         self.parameter_states = {
-            name: _ParameterState(parameters[name], name in muon_parameters)
+            name: _ParameterState(parameters[name], name in muon_parameters, config.state_bits)
             for group in self.groups
             for name in group.param_names
         }
@@ -231,7 +253,10 @@ class Optimizer:
                 some = [slot for slot in slots if slot.uses_muon == uses_muon]
                 update = _step_muon if uses_muon else _step_lamb if self.config.kind == "lamb" else _step_adamw
                 if some:
+                    coded = [slot for slot in some if slot.codes is not None]
+                    _decode_means(coded)
                     update(some, _to_master_dtype(some), group, lr_factor * group.lr, self.config)
+                    _encode_means(coded)
             if copies := [(slot.weight, slot.master_copy) for slot in slots if slot.master_copy is not None]:
                 _copy_tensors([weight for weight, _ in copies], [master for _, master in copies])
 
@@ -252,12 +277,17 @@ class Optimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return a flat state: `mean.`, `square.`, `steps.` and, for half-precision weights, `master.`, then the name.
 
+        8-bit means are `codes.` and `scales.`, each of the mean and of the square.
+
         The tensors are not copies; save them before the next step. Training resumes from this state and the weights
         bit for bit.
         """
         state = {}
         for name, slot in self.parameter_states.items():
-            state[f"mean.{name}"], state[f"square.{name}"] = slot.exp_avg, slot.exp_avg_sq
+            if slot.codes is None:
+                state[f"mean.{name}"], state[f"square.{name}"] = slot.exp_avg, slot.exp_avg_sq
+            else:
+                state[f"codes.{name}"], state[f"scales.{name}"] = slot.codes.codes, slot.codes.scales
             state[f"steps.{name}"] = torch.tensor(slot.steps)
             if slot.master_copy is not None:
                 state[f"master.{name}"] = slot.master_copy
@@ -298,6 +328,35 @@ def _to_master_dtype(slots: list[_ParameterState]) -> list[Tensor]:
         for i, grad in zip(narrow, wide, strict=True):
             grads[i] = grad
     return grads
+
+
+def _decode_means(slots: list[_ParameterState]) -> None:
+    """Set the float32 means of parameters with 8-bit state."""
+    for row, name in enumerate(("exp_avg", "exp_avg_sq")):
+        if held := [slot.codes for slot in slots if slot.codes is not None]:
+            codes, scales = torch.cat([c.codes[row] for c in held]), torch.cat([c.scales[row] for c in held])
+            values = dequantize_blockwise(codes, scales, signed=row == 0).split([c.codes.shape[1] for c in held])
+            for slot, value in zip(slots, values, strict=True):
+                setattr(slot, name, value[: slot.master.numel()].view_as(slot.master))
+
+
+def _encode_means(slots: list[_ParameterState]) -> None:
+    """Store the means with 8 bits and drop the float32 ones.
+
+    A square above 0 gets a code above 0: an update divided by eps alone would be huge.
+    """
+    for row, name in enumerate(("exp_avg", "exp_avg_sq")):
+        if held := [slot.codes for slot in slots if slot.codes is not None]:
+            means = [getattr(slot, name).flatten() for slot in slots]
+            values = torch.cat([F.pad(mean, (0, -len(mean) % BLOCK)) for mean in means])
+            codes, scales = quantize_blockwise(values, signed=row == 0)
+            if row == 1:
+                codes = torch.where((codes == 0) & (values > 0), codes + 1, codes)
+            sizes = [c.codes.shape[1] for c in held]
+            torch._foreach_copy_([c.codes[row] for c in held], list(codes.split(sizes)))
+            torch._foreach_copy_([c.scales[row] for c in held], list(scales.split([n // BLOCK for n in sizes])))
+            for slot in slots:
+                delattr(slot, name)
 
 
 def _step_adamw(

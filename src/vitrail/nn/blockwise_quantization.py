@@ -3,8 +3,8 @@
     8 bits  value ≈ map[code] · s, with s the largest magnitude of a block of 256 values
     NF4     value ≈ table[code] · s, with s of a block of 64 values; s minus its mean is stored with 8 bits
 
-Codes and scales are those of bitsandbytes, except where a value is as near to two codes. So an adapter that is trained
-on NF4 weights here fits that library's NF4 weights.
+Codes and scales are those of bitsandbytes, except where a value is about as near to two codes. So an adapter that is
+trained on NF4 weights here fits that library's NF4 weights.
 
 n values, b blocks of 64, O outputs, I inputs
 """
@@ -180,6 +180,7 @@ class _NF4Product(torch.autograd.Function):
         return grads[0] @ ctx.weight.dequantize(grads[0].dtype), None
 
 
+@torch.compiler.disable
 def nf4_linear(x: Tensor, weight: NF4Weight, bias: Tensor | None = None) -> Tensor:
     """Return x (…, I) · Wᵀ + bias, (…, O), with gradients of x and of the bias."""
     y: Tensor = _NF4Product.apply(x, weight)  # type: ignore[assignment]

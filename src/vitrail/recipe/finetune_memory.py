@@ -107,12 +107,12 @@ def _list_block_memory(
         has_gradient |= any(p.requires_grad for p in module.parameters(recurse=isinstance(module, Block)))
         if has_gradient and isinstance(module, Block):
             tokens = size * (batch["ids"].numel() if name.startswith("decoder.") else vision)
-            width, saved, extra = _count_block(module)
+            width, saved, extra = count_block_numbers(module)
             kept = tokens * (width if is_checkpointed else width + saved)
             yield _BlockMemory(kept, tokens * (saved + extra if is_checkpointed else extra))
 
 
-def _count_block(block: Block) -> tuple[int, int, int]:
+def count_block_numbers(block: Block) -> tuple[int, int, int]:
     """Count numbers of one token: the input, what the backward pass needs besides, and its largest gradients.
 
     A layer keeps its input and its output. Rotated queries and keys, repeated key/value heads and the activation of a

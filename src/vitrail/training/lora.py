@@ -218,19 +218,19 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
     A model with NF4 weights moves to the CPU, because its weights in full may not fit on its device.
     """
-    is_quantized = False
-    for layer in [module for module in model.modules() if isinstance(module, LoRALinear | NF4Linear)]:
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear | NF4Linear)]
+    packed = [layer for layer in layers if "nf4" in layer._modules]
+    for layer in layers:
         weight = layer.merge_weight() if isinstance(layer, LoRALinear) else layer.weight
-        if "nf4" in layer._modules:
-            is_quantized = True
-            del layer.nf4
-            layer.register_parameter("weight", nn.Parameter(weight.cpu(), requires_grad=False))
-        else:
-            layer.base_weight.copy_(weight)
         if isinstance(layer, LoRALinear):
             del layer.lora
         layer.__class__ = nn.Linear  # type: ignore[bad-argument-type]
-    return model.cpu() if is_quantized else model
+        if layer in packed:
+            del layer.nf4
+            layer.register_parameter("weight", nn.Parameter(weight.cpu(), requires_grad=False))
+        else:
+            layer.weight.copy_(weight)
+    return model.cpu() if packed else model
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:

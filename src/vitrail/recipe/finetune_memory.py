@@ -15,6 +15,7 @@ from vitrail.data.sampler import MixtureSampler
 from vitrail.models.vlm import VLM
 from vitrail.nn import Attention, Block
 from vitrail.nn.blockwise_quantization import NF4Weight
+from vitrail.nn.kernels import HAS_TRITON
 from vitrail.nn.mlp import GatedMLP, MoE
 from vitrail.objectives.fused_cross_entropy import MAX_LOGITS
 from vitrail.stream.packing import IGNORE_INDEX
@@ -65,11 +66,12 @@ def read_micro_batches(
     return [task.collate([sources[draw.source][draw.item] for draw in batch]) for batch in draws]
 
 
-def estimate_activations(model: VLM, task: ChatTask, batch: Batch, stage: StageConfig) -> int:
+def estimate_activations(model: VLM, task: ChatTask, batch: Batch, stage: StageConfig, device: str) -> int:
     """Estimate the largest number of bytes beyond weights and optimizer state in a step with this micro-batch."""
     size = 2 if stage.dtype == "bfloat16" else 4
+    has_kernels = HAS_TRITON and size == 2 and device.startswith("cuda")
     state, is_accumulated = count_state_bytes(model, stage), stage.gradient_accumulation_steps > 1
-    parts = list(_list_block_memory(model, task, batch, size, stage.gradient_checkpointing))
+    parts = list(_list_block_memory(model, task, batch, stage, has_kernels))
     kept = sum(part.kept for part in parts)
     blocks = [part.peak for part in parts]
     tokens, width = batch["ids"].numel(), model.config.decoder.block.width  # type: ignore[union-attr]
@@ -81,12 +83,14 @@ def estimate_activations(model: VLM, task: ChatTask, batch: Batch, stage: StageC
     dequantized = max((size * one.numel for one in model.modules() if isinstance(one, NF4Weight)), default=0)
     backward = max(blocks, default=0) + dequantized
     largest = max(max(trainable), min(sum(trainable), BUCKET_NUMEL))
-    moments = (4 if size == 2 else 0) + (20 if stage.optim.state_bits == 8 else 0)  # float32 copies in the update
+    # Float32 copies in the update: gradients, and means with codes and scales.
+    copies = 20 if stage.optim.state_bits == 8 else 0
+    copies += 4 if size == 2 and not (has_kernels and stage.optim.state_bits == 32) else 0
     return inputs + max(
         sums + kept + loss,
         sums + kept + head_gradient + backward,
         state.gradients + backward,
-        state.gradients + moments * largest,
+        state.gradients + copies * largest,
     )
 
 
@@ -98,25 +102,26 @@ class _BlockMemory(NamedTuple):
 
 
 def _list_block_memory(
-    model: VLM, task: ChatTask, batch: Batch, size: int, is_checkpointed: bool
+    model: VLM, task: ChatTask, batch: Batch, stage: StageConfig, has_kernels: bool
 ) -> Iterator[_BlockMemory]:
     """Yield the memory of the blocks through which gradients flow."""
-    vision = task.count_vision_tokens(batch)
+    vision, is_checkpointed = task.count_vision_tokens(batch), stage.gradient_checkpointing
+    size = 2 if stage.dtype == "bfloat16" else 4
     has_gradient = False
     for name, module in model.named_modules():  # tower, connector, decoder
         has_gradient |= any(p.requires_grad for p in module.parameters(recurse=isinstance(module, Block)))
         if has_gradient and isinstance(module, Block):
             tokens = size * (batch["ids"].numel() if name.startswith("decoder.") else vision)
-            width, saved, extra = count_block_numbers(module)
+            width, saved, extra = count_block_numbers(module, has_kernels)
             kept = tokens * (width if is_checkpointed else width + saved)
             yield _BlockMemory(kept, tokens * (saved + extra if is_checkpointed else extra))
 
 
-def count_block_numbers(block: Block) -> tuple[int, int, int]:
+def count_block_numbers(block: Block, has_kernels: bool = False) -> tuple[int, int, int]:
     """Count numbers of one token: the input, what the backward pass needs besides, and its largest gradients.
 
     A layer keeps its input and its output. Rotated queries and keys, repeated key/value heads and the activation of a
-    gated MLP come on top.
+    gated MLP come on top, the last without the fused kernel only.
     """
     layers = [layer for layer in block.modules() if isinstance(layer, nn.Linear)]
     saved = sum(layer.in_features + layer.out_features for layer in layers)
@@ -128,7 +133,7 @@ def count_block_numbers(block: Block) -> tuple[int, int, int]:
             width = module.width
             heads, groups = module.config.heads, module.config.num_kv_heads
             saved += module.head_dim * (heads + (groups if groups == heads else 2 * heads)) - width
-        elif isinstance(module, GatedMLP):
+        elif isinstance(module, GatedMLP) and not (has_kernels and module.activation == "silu"):
             saved += module.down.in_features
         elif isinstance(module, MoE):
             rows = module.config.experts_per_token * module.gate_up.shape[1]

@@ -95,7 +95,7 @@ class FinetunePlan:
     """A recipe with what it was built from: the model on the meta device and the number of conversations."""
 
     def __init__(self, config: FinetuneConfig, device: str | None = None):
-        self.config = config
+        self.config, self.device = config, resolve_device(device)
         found = find_checkpoint(resolve_path(config.model))
         if found.model_class is not VLM:
             raise ConfigError(
@@ -105,7 +105,7 @@ class FinetunePlan:
         self.model: VLM = build_on_meta_device(found)  # type: ignore[assignment]
         source = ConversationsConfig(path=config.data, format=config.data_format, image_folder=config.image_folder)
         self.source = ConversationSource(source, SOURCE)
-        self.recipe = self._build_recipe(source, device)
+        self.recipe = self._build_recipe(source)
         if self.recipe.lora is not None:
             add_lora(self.model, self.recipe.lora)
             if (family := found.family) is not None:
@@ -119,7 +119,7 @@ class FinetunePlan:
     def stage(self) -> StageConfig:
         return self.recipe.stages[0]
 
-    def _build_recipe(self, source: ConversationsConfig, device: str | None) -> Recipe:
+    def _build_recipe(self, source: ConversationsConfig) -> Recipe:
         config, context = self.config, self.model.config.decoder.context_length  # type: ignore[union-attr]
         steps = config.steps or math.ceil(len(self.source) * config.epochs / config.batch_size)
         groups = tuple(ParamGroupConfig(part=part, lr=rate) for part, rate in config.part_lrs.items())
@@ -144,7 +144,7 @@ class FinetunePlan:
             settings={"max_length": config.max_length or min(2048, context), "overflow": config.overflow},
             trainable=("*",) if config.method == "full" else ("*.lora",),
             save_every=config.save_every,
-            dtype=config.dtype or ("bfloat16" if resolve_device(device).startswith("cuda") else "float32"),
+            dtype=config.dtype or ("bfloat16" if self.device.startswith("cuda") else "float32"),
             gradient_checkpointing=config.gradient_checkpointing,
             num_workers=config.num_workers,
         )
@@ -184,7 +184,7 @@ class FinetunePlan:
         set_trainable_parts(model, stage.trainable)
         state, task = count_state_bytes(model, stage), self.make_task(model)
         batches = self.read_micro_batches(task) if batches is None else batches
-        beyond = max(estimate_activations(model, task, batch, stage) for batch in batches)
+        beyond = max(estimate_activations(model, task, batch, stage, self.device) for batch in batches)
         return {**state._asdict(), "activations": max(0, beyond - state.gradients)}
 
     def format_summary(self) -> Iterator[str]:

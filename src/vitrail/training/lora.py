@@ -239,6 +239,21 @@ def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {f"{name}.{key}": p.detach() for name, adapter in adapters.items() for key, p in adapter.named_parameters()}
 
 
+def select_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a training checkpoint: all, or those of a model with LoRA that training changes.
+
+    A run with LoRA builds its frozen weights again when it resumes, from the same checkpoint and seed.
+    """
+    state = model.state_dict()
+    if not any(isinstance(module, LoRALinear) for module in model.modules()):
+        return state
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for name, module in model.named_modules():
+        if isinstance(module, NF4Weight):
+            frozen |= {f"{name}.{key}" for key in module.state_dict()}
+    return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
 @torch.no_grad()
 def load_lora_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load saved adapters into a model with the same adapters."""

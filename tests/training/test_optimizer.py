@@ -542,9 +542,9 @@ class Quadratic(nn.Module):
             p.grad = (p.detach() * spread + 0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype)
 
 
-def train_quadratic(bits, steps, dtype=torch.float32, **more):
+def train_quadratic(kind, steps, dtype=torch.float32):
     model = Quadratic().to(dtype)
-    optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.0, state_bits=bits, **more))
+    optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.0, kind=kind))
     for step in range(steps):
         model.give_gradients(step)
         optimizer.step()
@@ -552,9 +552,9 @@ def train_quadratic(bits, steps, dtype=torch.float32, **more):
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", ["adamw", "lamb"])
-def test_8_bit_state_follows_32_bits(kind):
-    (eight, _), (full, _), (start, _) = (train_quadratic(bits, n, kind=kind) for bits, n in ((8, 60), (32, 60), (8, 0)))
+def test_8_bit_state_follows_32_bits():
+    runs = (("adamw_8bit", 60), ("adamw", 60), ("adamw_8bit", 0))
+    (eight, _), (full, _), (start, _) = (train_quadratic(*one) for one in runs)
     for name, expected in full.named_parameters():
         moved = (expected - start.get_parameter(name)).norm()
         distance = (eight.get_parameter(name) - expected).norm()
@@ -563,7 +563,7 @@ def test_8_bit_state_follows_32_bits(kind):
 
 
 def test_8_bit_state_is_small_and_leaves_small_parameters_alone():
-    _, optimizer = train_quadratic(8, 2, torch.bfloat16)
+    _, optimizer = train_quadratic("adamw_8bit", 2, torch.bfloat16)
     state = optimizer.state_dict()
     assert state["codes.large"].dtype == torch.uint8 and state["codes.large"].shape == (2, 18 * 256)
     assert state["scales.large"].shape == (2, 18) and state["master.large"].dtype == torch.float32
@@ -574,7 +574,7 @@ def test_8_bit_state_is_small_and_leaves_small_parameters_alone():
 def test_squares_above_zero_keep_a_code_above_zero():
     """An update divided by eps alone would be huge."""
     model = Quadratic()
-    optimizer = Optimizer(model, OptimConfig(lr=1e-3, weight_decay=0.0, state_bits=8, max_grad_norm=0))
+    optimizer = Optimizer(model, OptimConfig(lr=1e-3, weight_decay=0.0, kind="adamw_8bit", max_grad_norm=0))
     before = model.large.detach().clone()
     for factor in (1.0, 1e-9, 1e-9):
         model.large.grad = torch.full_like(model.large, 1e-5 * factor)
@@ -586,12 +586,12 @@ def test_squares_above_zero_keep_a_code_above_zero():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_8_bit_state_resumes_bit_for_bit(dtype):
-    whole, _ = train_quadratic(8, 6, dtype)
-    first, optimizer = train_quadratic(8, 3, dtype)
+    whole, _ = train_quadratic("adamw_8bit", 6, dtype)
+    first, optimizer = train_quadratic("adamw_8bit", 3, dtype)
     saved = load(save(optimizer.state_dict()))
     resumed = Quadratic().to(dtype)
     resumed.load_state_dict(first.state_dict())
-    again = Optimizer(resumed, OptimConfig(lr=1e-2, weight_decay=0.0, state_bits=8))
+    again = Optimizer(resumed, OptimConfig(lr=1e-2, weight_decay=0.0, kind="adamw_8bit"))
     again.load_state_dict(saved)
     for step in range(3, 6):
         resumed.give_gradients(step)

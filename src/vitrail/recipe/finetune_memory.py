@@ -84,8 +84,8 @@ def estimate_activations(model: VLM, task: ChatTask, batch: Batch, stage: StageC
     backward = max(blocks, default=0) + dequantized
     largest = max(max(trainable), min(sum(trainable), BUCKET_NUMEL))
     # Float32 copies in the update: gradients, and means with codes and scales.
-    copies = 20 if stage.optim.state_bits == 8 else 0
-    copies += 4 if size == 2 and not (has_kernels and stage.optim.state_bits == 32) else 0
+    copies = 20 if stage.optim.kind == "adamw_8bit" else 0
+    copies += 4 if size == 2 and not (has_kernels and stage.optim.kind == "adamw") else 0
     return inputs + max(
         sums + kept + loss,
         sums + kept + head_gradient + backward,

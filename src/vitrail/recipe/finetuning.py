@@ -131,7 +131,7 @@ class FinetunePlan:
             dropout=config.dropout,
             quantization="nf4" if config.method == "qlora" else None,
         )
-        state_bits = 8 if config.method == "qlora" else 32
+        kind: Any = "adamw_8bit" if config.method == "qlora" else "adamw"
         stage = StageConfig(
             name=STAGE,
             task="chat",
@@ -139,7 +139,13 @@ class FinetunePlan:
             batch_size=config.batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             mixture=MixtureConfig(weights={SOURCE: 1.0}),
-            optim=OptimConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.0, param_groups=groups, state_bits=state_bits),
+            optim=OptimConfig(
+                lr=lr,
+                kind="adamw_8bit" if config.method == "qlora" else "adamw",
+                betas=(0.9, 0.999),
+                weight_decay=0.0,
+                param_groups=groups,
+            ),
             schedule=CosineSchedule(warmup_steps=int(WARMUP * steps)),
             settings={"max_length": config.max_length or min(2048, context), "overflow": config.overflow},
             trainable=("*",) if config.method == "full" else ("*.lora",),

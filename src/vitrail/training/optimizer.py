@@ -1,6 +1,6 @@
 """AdamW, LAMB and Muon with per-part learning rates and float32 master copies of half-precision weights.
 
-The two means can be stored with 8 bits (`state_bits`).
+`adamw_8bit` stores the two means with 8 bits.
 
 g gradient, m its running mean, v its running square, w weight, u update, t steps taken
 """
@@ -46,8 +46,10 @@ class ParamGroupConfig(Config):
 class OptimConfig(Config):
     """Optimizer settings. The defaults are the usual ones for large language models since GPT-3.
 
-    kind           adamw; lamb: Adam's update with weight decay, scaled for each parameter by ‖w‖ / ‖u‖; muon:
-                   orthogonalized momentum for the matrices of blocks, AdamW for all other parameters
+    kind           adamw; adamw_8bit: AdamW whose means are 8-bit codes with a scale for every 256 values, as in
+                   bitsandbytes, for parameters of 4096 elements or more; lamb: Adam's update with weight decay, scaled
+                   for each parameter by ‖w‖ / ‖u‖; muon: orthogonalized momentum for the matrices of blocks, AdamW for
+                   all other parameters
     lr             peak rate of every part that no entry of `param_groups` names; the schedule scales it
     betas          decay rates of the running means of the gradient and of its square
     eps            epsilon of the division by the root of the second mean
@@ -57,19 +59,16 @@ class OptimConfig(Config):
     no_decay       parameters without weight decay and LAMB scaling: `vectors` (fewer than two axes: norms, biases,
                    gates, layer scales, single tokens), `positions` (learned position embeddings), `embeddings` (token
                    embeddings), or a part
-    state_bits     32, or 8: block-wise dynamic codes for the means of parameters with 4096 or more elements, as in
-                   bitsandbytes; 2 instead of 8 bytes for each element. Master copies stay in float32
     """
 
     lr: float
-    kind: Literal["adamw", "lamb", "muon"] = "adamw"
+    kind: Literal["adamw", "adamw_8bit", "lamb", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     param_groups: tuple[ParamGroupConfig, ...] = ()
     no_decay: tuple[str, ...] = ("vectors", "positions")
-    state_bits: Literal[32, 8] = 32
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -159,12 +158,12 @@ class _MomentCodes:
 class _ParameterState:
     """Optimizer state of one parameter."""
 
-    def __init__(self, weight: nn.Parameter, uses_muon: bool = False, state_bits: int = 32):
+    def __init__(self, weight: nn.Parameter, uses_muon: bool = False, uses_codes: bool = False):
         self.weight, self.uses_muon = weight, uses_muon  # whether Muon updates it
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.master_copy = None if weight.dtype == wide else weight.detach().to(wide)
         # Either the two means, or their 8-bit codes and scales. A step sets the means from the codes.
-        self.codes = _MomentCodes(self.master) if state_bits == 8 and weight.numel() >= MIN_8BIT_NUMEL else None
+        self.codes = _MomentCodes(self.master) if uses_codes and weight.numel() >= MIN_8BIT_NUMEL else None
         if self.codes is None:
             self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
@@ -201,10 +200,12 @@ class Optimizer:
         self.groups = [group for group in groups if group.param_names]
         self._names = list(parameters)  # in the model's order
         muon_parameters = _select_muon_parameters(parameters) if config.kind == "muon" else frozenset()
-        if config.state_bits == 8 and any(hasattr(p, "to_local") for p in parameters.values()):
-            raise ConfigError("state_bits = 8 needs whole parameters, and these are sharded over ranks", "use 32")
+        if config.kind == "adamw_8bit" and any(hasattr(p, "to_local") for p in parameters.values()):
+            raise ConfigError(
+                "adamw_8bit needs whole parameters, and these are sharded over ranks", "use adamw, or one process"
+            )
         self.parameter_states = {
-            name: _ParameterState(parameters[name], name in muon_parameters, config.state_bits)
+            name: _ParameterState(parameters[name], name in muon_parameters, config.kind == "adamw_8bit")
             for group in self.groups
             for name in group.param_names
         }

@@ -191,10 +191,11 @@ class NF4Linear(nn.Linear):
     """Frozen linear layer with an NF4 weight, made by `quantize_linear`."""
 
     nf4: NF4Weight
+    dtype: torch.dtype  # of the weight before quantization
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight in the dtype of the layer before quantization."""
+        """The dequantized weight."""
         return self.nf4.dequantize(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:

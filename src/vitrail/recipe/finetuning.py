@@ -141,7 +141,7 @@ class FinetunePlan:
             mixture=MixtureConfig(weights={SOURCE: 1.0}),
             optim=OptimConfig(
                 lr=lr,
-                kind="adamw_8bit" if config.method == "qlora" else "adamw",
+                kind=kind,
                 betas=(0.9, 0.999),
                 weight_decay=0.0,
                 param_groups=groups,

@@ -121,16 +121,16 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, I) → (…, O)"""
+        x = input.flatten(0, -2)  # (N, I): in place, a view of three axes would copy its gradient
         if self.is_quantized:
             assert self.nf4 is not None
-            y = nf4_linear(input, self.nf4, self.bias)
+            y = nf4_linear(x, self.nf4, self.bias)
         else:
-            y = F.linear(input, self.base_weight, self.bias)
-        # One product adds the updates of all slices: (N, ΣR) · (ΣR, O).
-        low = torch.cat([adapter.project(input) for adapter in self.adapters], -1)
+            y = F.linear(x, self.base_weight, self.bias)
+        # One product adds the updates of all slices: (N, ΣR) · (ΣR, O). Nothing needs the sum without them.
+        low = torch.cat([adapter.project(x) for adapter in self.adapters], -1)
         b = torch.cat([adapter.pad_b(self.out_features, y.dtype) for adapter in self.adapters], 1)
-        y.flatten(0, -2).addmm_(low.flatten(0, -2), b.T)  # in place: nothing needs the product without adapters
-        return y
+        return y.addmm_(low, b.T).view(*input.shape[:-1], self.out_features)
 
 
 def add_lora(model: nn.Module, config: LoRAConfig, dtype: torch.dtype | None = None) -> nn.Module:

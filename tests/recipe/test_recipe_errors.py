@@ -22,7 +22,7 @@ from vitrail.errors import ConfigError
             "stages.0.optim.kind",
             "adamx",
             'stages.0.optim.kind: "adamx" is not a valid value',
-            "did you mean 'adamw'? known: adamw, lamb, muon",
+            "did you mean 'adamw'? known: adamw, adamw_8bit, lamb, muon",
         ),
         ("smoke", "stages.0.task", "txt", "stages.0.task: there is no task 'txt'", "did you mean 'text'? known: chat,"),
         ("smoke", "model.kind", "decodr", "model.kind: there is no model kind 'decodr'", "did you mean 'decoder'?"),

@@ -107,7 +107,9 @@ class Trainer:
             )
         self.order = MixtureSampler(stage.mixture, {name: len(s) for name, s in sources.items()}, seed)
         model, alone = task.model, distributed.get_world_size() == 1
-        model.to(self.device, torch.float32)
+        model.to(torch.float32)
+        if alone:
+            model.to(self.device)
         set_trainable_parts(model, stage.trainable)
         # Float32 originals of tensors that are rounded to bfloat16 but not trained.
         self._unrounded: dict[str, Tensor] = {}

@@ -107,9 +107,8 @@ class Trainer:
             )
         self.order = MixtureSampler(stage.mixture, {name: len(s) for name, s in sources.items()}, seed)
         model, alone = task.model, distributed.get_world_size() == 1
-        model.to(torch.float32)
-        if alone:
-            model.to(self.device)
+        # With several ranks, sharding moves the weights: a model that was built in shards stays on the CPU until then.
+        model.to(self.device if alone else None, torch.float32)
         set_trainable_parts(model, stage.trainable)
         # Float32 originals of tensors that are rounded to bfloat16 but not trained.
         self._unrounded: dict[str, Tensor] = {}

@@ -281,7 +281,7 @@ if "LOCAL_RANK" in os.environ:
     from vitrail.training.trainer import Trainer
     plain = Trainer._train_step
     def one_step(self, *given):
-        while self.step == 12 and not self._stop_signal:
+        while self.step == 12 and not self._signals.received:
             time.sleep(0.01)
         return plain(self, *given)
     Trainer._train_step = one_step
@@ -291,7 +291,7 @@ if "LOCAL_RANK" in os.environ:
 def test_torchrun_run_resumes_on_one_process(tmp_path):
     """Run the documented torchrun command and stop it after a few steps."""
     train = ["-m", "vitrail", "train", "smoke", "--out", str(tmp_path), "--device", "cpu"]
-    train += ["stages.0.steps=24", "stages.0.validate_every=0"]
+    train += ["stages.0.steps=24", "stages.0.validate=[]", "stages.0.validate_every=0"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(WAIT_FOR_SIGNAL)

@@ -1,4 +1,4 @@
-"""Answers of a schema and tool calls: they always parse and validate, streamed as unstreamed, beside other requests."""
+"""Schema answers and tool calls always parse and validate, streamed or not, next to other requests."""
 
 import json
 import random

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitrail import hub
 from vitrail.devices import resolve_device
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.checkpoint_info import find_checkpoint, resolve_path
 from vitrail.hub.peft_adapters import save_adapter
 from vitrail.processing.tokenizer import Tokenizer
@@ -67,7 +67,9 @@ def train_recipe(
         distributed.run_on_main_rank(lambda: stack.enter_context(lock_run_folder(out)))
         opened = distributed.run_on_main_rank(lambda: _prepare_run(recipe, out))
         tokenizer, sources, run = opened or _open_run(recipe, out)
-        model = _build_in_shards(recipe, tokenizer)
+        if recipe.lora is not None and recipe.lora.quantization is not None and distributed.get_world_size() > 1:
+            raise ConfigError("lora.quantization does not support several ranks", "train in one process")
+        model = _build_in_shards(recipe, tokenizer, device)
         recipe.check_stages(model)
         options: dict[str, Any] = {
             "seed": recipe.seed,
@@ -87,7 +89,7 @@ def train_recipe(
             if distributed.get_world_size() > 1:
                 masters = trainer.optimizer.master_weights()
                 if stage is not stages[-1]:  # the next stage shards the weights again
-                    next_model = _build_in_shards(recipe, tokenizer)
+                    next_model = _build_in_shards(recipe, tokenizer, device)
                     distributed.copy_shards(model, next_model, masters)
                     model = next_model
                 else:
@@ -104,8 +106,10 @@ def train_recipe(
     return model
 
 
-def _build_in_shards(recipe: Recipe, tokenizer: Tokenizer | None) -> Any:
-    """Build the model; with several ranks, only the shards of this rank. All ranks must call it."""
+def _build_in_shards(recipe: Recipe, tokenizer: Tokenizer | None, device: str) -> Any:
+    """Build the model; with several ranks, only the shards of this rank, on the CPU. All ranks must call it."""
+    if distributed.get_world_size() == 1:
+        return build_model(recipe, tokenizer, device)
     with init_in_shards() as complete:
         return complete(build_model(recipe, tokenizer))
 

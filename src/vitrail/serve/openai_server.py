@@ -245,14 +245,14 @@ def build_app(served: ServedModels) -> Starlette:
         async with served.preparation:
             return await asyncio.to_thread(function, *arguments)
 
-    async def compute(request: Request, function: Callable[..., Any], model: ServedModel, given: Any) -> Any:
+    async def compute(request: Request, function: Callable[..., Any], model: ServedModel, parsed: Any) -> Any:
         """Answer a request of a model without an engine in a thread, when it is the client's turn."""
         try:
             model.turns.check_queue()
         except QueueFullError as error:
             raise build_queue_error(error) from None
-        async with model.turns.take(served.find_client(request, given.user)):
-            return await asyncio.to_thread(function, model, given)
+        async with model.turns.take(served.find_client(request, parsed.user)):
+            return await asyncio.to_thread(function, model, parsed)
 
     async def download(request: ChatCompletionRequest | EmbeddingRequest, model: ServedModel) -> None:
         """Read the remote images of a request in a thread, if the server allows them."""

@@ -30,6 +30,7 @@ from vitrail.training import distributed
 from vitrail.training.loggers.metric_logger import select_loggers
 from vitrail.training.lora import merge_lora
 from vitrail.training.run_lock import check_run_lock, lock_run_folder
+from vitrail.training.sharded_init import init_in_shards
 from vitrail.training.trainer import Trainer
 
 
@@ -68,7 +69,7 @@ def train_recipe(
         tokenizer, sources, run = opened or _open_run(recipe, out)
         if recipe.lora is not None and recipe.lora.quantization is not None and distributed.get_world_size() > 1:
             raise ConfigError("lora.quantization does not support several ranks", "train in one process")
-        model = build_model(recipe, tokenizer, device)
+        model = _build_in_shards(recipe, tokenizer, device)
         recipe.check_stages(model)
         options: dict[str, Any] = {
             "seed": recipe.seed,
@@ -88,11 +89,16 @@ def train_recipe(
                 trainer.train()
             finally:
                 report_skipped(sources, out / stage.name)
-            if distributed.get_world_size() > 1:  # the next stage shards the weights again; rank 0 saves them
-                needs_model = stage is not stages[-1] or distributed.get_rank() == 0
-                full_model = build_model(recipe, tokenizer) if needs_model else None
-                distributed.gather_weights(model, full_model, trainer.optimizer.master_weights())
-                model = model if full_model is None else full_model
+            if distributed.get_world_size() > 1:
+                masters = trainer.optimizer.master_weights()
+                if stage is not stages[-1]:  # the next stage shards the weights again
+                    next_model = _build_in_shards(recipe, tokenizer, device)
+                    distributed.copy_shards(model, next_model, masters)
+                    model = next_model
+                else:
+                    full_model = build_model(recipe, tokenizer) if distributed.get_rank() == 0 else None
+                    distributed.gather_weights(model, full_model, masters)
+                    model = model if full_model is None else full_model
         if distributed.get_rank() == 0:
             check_run_lock(out)
             if recipe.lora is not None:
@@ -101,6 +107,14 @@ def train_recipe(
             _save_final_weights(model, final, chat_tokenizer)
         distributed.barrier()
     return model
+
+
+def _build_in_shards(recipe: Recipe, tokenizer: Tokenizer | None, device: str) -> Any:
+    """Build the model; with several ranks, only the shards of this rank, on the CPU. All ranks must call it."""
+    if distributed.get_world_size() == 1:
+        return build_model(recipe, tokenizer, device)
+    with init_in_shards() as complete:
+        return complete(build_model(recipe, tokenizer))
 
 
 def _open_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, dict[str, Any]]:

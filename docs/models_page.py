@@ -96,8 +96,8 @@ def describe_training(family: CheckpointFamily, config: Any) -> str:
             get_fixed_view(config.resolved_policy)
         except VitrailError:
             return "–"  # no task takes canvases of tiles
-    if family.model_class in own:
-        return f"`{own[family.model_class]}`"
+    if tasks := [task for model, task in own.items() if issubclass(family.model_class, model)]:
+        return f"`{tasks[0]}`"
     for name in TASKS:
         types = TASKS[name].model_types
         if family.model_class in (types if isinstance(types, tuple) else (types,)):

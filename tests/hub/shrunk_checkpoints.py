@@ -17,6 +17,7 @@ from hub.test_released_configs import RELEASED
 from vitrail.hub.checkpoint_info import find_checkpoint
 from vitrail.hub.safetensors_files import write_weights
 from vitrail.processing.tokenizer import Tokenizer
+from vitrail.processing.tokenizer_files import FLORENCE2_TOKENS
 from vitrail.registry import FAMILIES
 
 JSON = dict[str, Any]
@@ -106,6 +107,7 @@ GEMMA4 = ReleasedModel(
         },
     },
 )
+FLORENCE2_SIDE = 64  # pixels
 PHI_TURNS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 SQUARE = {"size": {"height": 56, "width": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -288,6 +290,35 @@ MODELS: dict[str, ReleasedModel] = {
         },
         is_served=False,
         has_reference=False,
+    ),
+    "microsoft/Florence-2-large-ft": ReleasedModel(
+        more=(*FLORENCE2_TOKENS, "<image>"),
+        named={"bos": "<s>", "eos": "</s>", "pad": "<pad>"},
+        patch={
+            "text_config": {
+                "d_model": 48,
+                **{f"{part}_layers": layers for part, layers in (("encoder", 2), ("decoder", 3))},
+                **{f"{part}_ffn_dim": 80 for part in ("encoder", "decoder")},
+                **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+                "max_position_embeddings": 200,
+            },
+            "vision_config": {
+                "dim_embed": [8, 16, 24, 32],
+                "num_heads": [1, 2, 3, 4],
+                "num_groups": [1, 2, 3, 4],
+                "depths": [1, 1, 2, 1],
+                "window_size": 3,
+                "projection_dim": 48,
+            },
+        },
+        patch_files={
+            "preprocessor_config.json": {
+                "size": {"height": FLORENCE2_SIDE, "width": FLORENCE2_SIDE},
+                "crop_size": {"height": FLORENCE2_SIDE, "width": FLORENCE2_SIDE},
+                "image_seq_length": 1 + (FLORENCE2_SIDE // 32) ** 2,
+            }
+        },
+        is_served=False,
     ),
     "deepseek-ai/DeepSeek-V3": ReleasedModel(is_served=False),
     "moonshotai/Kimi-K2.5": ReleasedModel(
@@ -485,7 +516,10 @@ def write_checkpoint(name: str, folder: Path) -> Path:
     model = randomize(found.model_class(found.config).eval(), 3, 0.2)
     state = model.state_dict()
     rules = found.family.tensor_rules(found.config)
-    if hf_config.get("llm_config", {}).get("model_type") == "internlm2":  # its files have names of their own
+    # Some files have names of their own.
+    if hf_config.get("llm_config", {}).get("model_type") == "internlm2" or "dim_embed" in hf_config.get(
+        "vision_config", {}
+    ):
         rules = [rule.alternative or rule for rule in rules]
     pairs = (
         pair

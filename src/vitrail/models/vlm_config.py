@@ -134,11 +134,7 @@ class VLMConfig(Config):
                 "connector is a fused query connector, which needs another connector before it",
                 "set it as `queries`, and choose another connector",
             )
-        if isinstance(self.decoder.fusion, CrossAttentionFusionConfig):
-            raise ConfigError(
-                "decoder.fusion is cross-attention, which does not take images as tokens of the stream",
-                'use the model kind = "cross-attention-vlm"',
-            )
+        self._check_fusion()
         self._check_video_sampling()
         self._check_tower()
         self._check_stack()
@@ -171,6 +167,13 @@ class VLMConfig(Config):
                 "set both to the same value, or leave rules.vocab_size out",
             )
         self._check_context()
+
+    def _check_fusion(self) -> None:
+        if isinstance(self.decoder.fusion, CrossAttentionFusionConfig):
+            raise ConfigError(
+                "decoder.fusion is cross-attention, which does not take images as tokens of the stream",
+                'use the model kind = "cross-attention-vlm"',
+            )
 
     def _check_video_sampling(self) -> None:
         if self.video_sampling is None:

@@ -22,6 +22,7 @@ from vitrail.nn import Block
 from vitrail.plots.ledger_plot import format_si
 from vitrail.recipe.recipe_schema import ModelConfig, Recipe, TokenizerConfig
 from vitrail.recipe.recipe_training import train_recipe
+from vitrail.registry import MODELS
 from vitrail.training.lora import LoRAConfig, LoRALinear, add_lora, list_lora_targets
 from vitrail.training.lr_schedule import CosineSchedule
 from vitrail.training.optimizer import OptimConfig, ParamGroupConfig
@@ -92,11 +93,12 @@ class FinetunePlan:
     def __init__(self, config: FinetuneConfig, device: str | None = None):
         self.config = config
         found = find_checkpoint(resolve_path(config.model))
-        if found.model_class is not VLM:
+        if not issubclass(found.model_class, VLM):
             raise ConfigError(
                 f"{config.model} is a {found.model_class.__name__}, but conversations train a vision-language model",
                 "give the checkpoint of a vision-language model with a decoder, or write a recipe (vitrail train)",
             )
+        self.kind = next(kind for kind, model in MODELS.items() if model is found.model_class)
         self.model = build_on_meta_device(found)
         source = ConversationsConfig(path=config.data, format=config.data_format, image_folder=config.image_folder)
         self.source = ConversationSource(source, SOURCE)
@@ -142,7 +144,7 @@ class FinetunePlan:
         return Recipe(
             name=STAGE,
             description=f"{config.model} on {config.data}",
-            model=ModelConfig(kind="vlm", checkpoint=config.model),
+            model=ModelConfig(kind=self.kind, checkpoint=config.model),
             tokenizer=TokenizerConfig(checkpoint=config.model),
             sources={SOURCE: source},
             stages=(stage,),

@@ -37,7 +37,11 @@ class ReleasedModel(NamedTuple):
     patch           changes to the shrunk config.json
     patch_files     changes to the shrunk processor files
     template        chat template; default: that of the released files, or else of the family
-    is_served       whether vLLM serves the exported model
+    is_served       whether vLLM serves the exported model; if not, vllm_reason says why
+    vllm_reason     what vLLM 0.32 for CPUs says about the exported model
+    vllm_patch      changes to the shrunk config.json for vLLM, which takes fewer sizes
+    vllm_images     images of a prompt at most in vLLM
+    vllm_inserts    vLLM inserts the tokens of images, so that prompts have no placeholder
     has_reference   whether transformers has the family, and a processor without torchvision
     """
 
@@ -48,6 +52,10 @@ class ReleasedModel(NamedTuple):
     patch_files: dict[str, JSON] = {}
     template: str | None = None
     is_served: bool = True
+    vllm_reason: str = ""
+    vllm_patch: JSON = {}
+    vllm_images: int = 2
+    vllm_inserts: bool = False
     has_reference: bool = True
 
 
@@ -152,7 +160,8 @@ MODELS: dict[str, ReleasedModel] = {
             },
         },
         patch_files={"preprocessor_config.json": SQUARE, "processor_config.json": {"num_query_tokens": 5}},
-        is_served=False,
+        vllm_images=1,
+        vllm_inserts=True,
     ),
     "meta-llama/Llama-3.2-11B-Vision-Instruct": LLAMA3._replace(
         patch={
@@ -320,7 +329,7 @@ MODELS: dict[str, ReleasedModel] = {
         },
         is_served=False,
     ),
-    "deepseek-ai/DeepSeek-V3": ReleasedModel(is_served=False),
+    "deepseek-ai/DeepSeek-V3": ReleasedModel(vllm_patch={"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
     "moonshotai/Kimi-K2.5": ReleasedModel(
         {"media_placeholder_token_id": "<|media_pad|>"},
         (
@@ -355,6 +364,13 @@ MODELS: dict[str, ReleasedModel] = {
         {"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
     ),
 }
+
+DEFAULT_MODEL = ReleasedModel()
+DEFAULT_FAMILIES = (
+    *("gemma", "gemma3_text", "gemma4_text", "glm4", "ministral", "ministral3", "opt", "persimmon"),
+    *("deepseek_v2", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+"""Language models without a released config."""
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -494,13 +510,16 @@ def find_template(files: Mapping[str, Any]) -> str | None:
     return files["chat_template.json"]["chat_template"] if "chat_template.json" in files else None
 
 
-def write_checkpoint(name: str, folder: Path) -> Path:
-    """Write a random checkpoint in the shape of a released model."""
-    row, files = MODELS[name], RELEASED[name]
+def write_checkpoint(name: str, folder: Path, patch: JSON | None = None) -> Path:
+    """Write a random checkpoint in the shape of a released model, or of the class defaults of a family.
+
+    `patch` are further changes to the shrunk config.json.
+    """
+    row, files = (MODELS[name], RELEASED[name]) if name in MODELS else (DEFAULT_MODEL, build_default_files(name))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(row, row.template or find_template(files))
     tokenizer.save(folder)
-    hf_config = merge(set_token_ids(shrink_config(files["config.json"]), row, tokenizer), row.patch)
+    hf_config = merge(set_token_ids(shrink_config(files["config.json"]), row, tokenizer), merge(row.patch, patch or {}))
     parts = [hf_config.get(key) for key in TEXT_PARTS]
     next((part for part in parts if part), hf_config)["vocab_size"] = tokenizer.vocab_size + 6
     written = {"config.json": hf_config}
@@ -542,8 +561,15 @@ def shrink_budget(processor: JSON) -> JSON:
     return processor
 
 
+def build_default_files(family: str) -> dict[str, JSON]:
+    """Return the config.json of a language model with the class defaults of transformers."""
+    return {"config.json": {"model_type": family, **FAMILIES[family].class_defaults}}
+
+
 def find_family(name: str) -> str:
-    """Return the family that reads a released model."""
+    """Return the family that reads a released model, or a family itself."""
+    if name not in RELEASED:
+        return name
     hf_config = RELEASED[name]["config.json"]
     keys = [*hf_config.get("architectures", []), hf_config.get("model_type")]
     return next(key for key in keys if key in FAMILIES)

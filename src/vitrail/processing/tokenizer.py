@@ -227,8 +227,8 @@ class Tokenizer:
         if byte := _BYTE_PIECE.fullmatch(token):
             return f"⟨{byte[1]}⟩"
         if token not in self._added:
-            if isinstance(self._rust.decoder, decoders.ByteLevel) and all(char in _BYTE_OF for char in token):
-                data = bytes(_BYTE_OF[char] for char in token)
+            if isinstance(self._rust.decoder, decoders.ByteLevel) and all(char in BYTE_OF_CHAR for char in token):
+                data = bytes(BYTE_OF_CHAR[char] for char in token)
                 token = data.decode(errors="replace")
                 if "�" in token:
                     return _format_bytes(data)
@@ -433,7 +433,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(_BYTE_ALPHABET_SIZE + n): byte for n, byte in enumerate(rest)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF_CHAR = _byte_alphabet()
 
 
 def _format_bytes(data: bytes) -> str:

@@ -40,7 +40,8 @@ from vitrail.connectors import MergerConfig
 from vitrail.encoders.presets import siglip_vit_config
 from vitrail.encoders.vit import ViTConfig
 from vitrail.generate.vlm_generation import pad_streams
-from vitrail.models.vlm import VLM, VisionInputs, VLMConfig
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, AttentionPlan, BlockConfig, GatedMLPConfig, PlainMLPConfig, RotaryConfig
 from vitrail.processing.resolution_policies import NaivePolicy
 from vitrail.stream import PackedBatch, Part, Stream, build_stream, merge_features, pack_streams, text_part

@@ -173,7 +173,9 @@ def select_stage(loaded: recipes.Recipe, name: str) -> recipes.Recipe:
         raise ConfigError(f"recipe {loaded.name!r} has no stage {name!r}", suggest_name(name, stages))
     stage = stages[name]
     steps = WARMUP + TIMED + PROFILED
-    stage = stage.replace(steps=steps, save_every=steps, validate=(), validate_every=0, schedule=ConstantSchedule())
+    stage = stage.replace(
+        steps=steps, save_every=steps, validate=(), validate_every=0, validate_first=False, schedule=ConstantSchedule()
+    )
     sources = {key: source for key, source in loaded.sources.items() if key in stage.mixture.weights}
     return loaded.replace(stages=(stage,), sources=sources)
 

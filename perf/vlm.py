@@ -30,7 +30,8 @@ from timing import CUDA, DEVICE, H200_MATRIX_RATE, describe_error, limit_time, m
 from vitrail.generate import GREEDY
 from vitrail.generate.cuda_graph_decode import CUDAGraphDecodeStep, can_capture
 from vitrail.generate.vlm_generation import VLMStepper, generate_from_streams
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.nn import RotaryEmbedding, Workload, cost
 from vitrail.registry import FAMILIES
 from vitrail.stream import Stream, build_stream, text_part

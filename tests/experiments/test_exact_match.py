@@ -29,7 +29,8 @@ from vitrail.data.scenes.scene_source import SceneSource, SceneSourceConfig
 from vitrail.errors import ConfigError
 from vitrail.generate import GREEDY
 from vitrail.generate.vlm_generation import generate_from_streams
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.processing.grid import Grid
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.stream import build_stream

@@ -12,7 +12,8 @@ from helpers import randomize
 from vitrail.generate import GREEDY, text_generation, vlm_generation
 from vitrail.generate.cuda_graph_decode import _CACHED_STEPPERS, FusedStep
 from vitrail.generate.vlm_generation import VLMStepper, generate_from_streams
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, RotaryConfig
 from vitrail.processing.grid import Grid
 

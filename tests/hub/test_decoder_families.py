@@ -608,9 +608,9 @@ def test_released_shapes_match_in_bfloat16(family):
     ids = torch.randint(0, config.vocab_size, (2, 300), device="cuda")
     theirs, mine = reference(ids).logits.float(), ours.eval()(ids).float()
     exact = ours.float()(ids)  # what both round
-    scale = exact.abs().max()
-    error = (mine - exact).abs().max() / scale
-    assert error <= max(1.5 * (theirs - exact).abs().max() / scale, 1e-2)
+    # Mean squares, not the largest error: rounding can send a token to another expert.
+    error, allowed = ((logits - exact).square().mean().sqrt() for logits in (mine, theirs))
+    assert error <= max(1.5 * allowed, 1e-2 * exact.square().mean().sqrt())
 
 
 def test_dtype_is_kept_or_converted(tmp_path):

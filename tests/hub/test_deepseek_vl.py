@@ -29,7 +29,8 @@ from vitrail.errors import VitrailError
 from vitrail.hub import from_hf
 from vitrail.hub.llava import normalize_llava_config
 from vitrail.models.presets import VLM_PRESETS
-from vitrail.models.vlm import VLM, prepare_images
+from vitrail.models.vision_inputs import prepare_images
+from vitrail.models.vlm import VLM
 from vitrail.registry import FAMILIES
 from vitrail.stream import pack_streams, split_by_sample
 

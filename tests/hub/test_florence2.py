@@ -22,7 +22,7 @@ from vitrail.generate.vlm_generation import generate_from_streams
 from vitrail.hub import from_hf, load_tokenizer, to_hf
 from vitrail.hub.florence2 import _normalize_config, _to_original_name
 from vitrail.models.encoder_decoder_vlm import EncoderDecoderVLM
-from vitrail.models.vlm import VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
 from vitrail.nn import Workload, cost
 from vitrail.processing.chat_template import ChatTemplate
 from vitrail.processing.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.llava import normalize_llava_config
 from vitrail.hub.safetensors_files import SafetensorsWeights
 from vitrail.models.video_inputs import Video
-from vitrail.models.vlm import VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
 from vitrail.processing.resolution_policies import PatchLimitPolicy
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.registry import FAMILIES

@@ -24,7 +24,7 @@ from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.llava import normalize_llava_config
 from vitrail.hub.minicpmv import write_nested_slice_text, write_slice_text
 from vitrail.hub.safetensors_files import SafetensorsWeights
-from vitrail.models.vlm import VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
 from vitrail.processing.slices import SlicePolicy
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.registry import FAMILIES

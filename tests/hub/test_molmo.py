@@ -23,7 +23,7 @@ from vitrail.errors import VitrailError
 from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.llava import normalize_llava_config
 from vitrail.hub.safetensors_files import SafetensorsWeights
-from vitrail.models.vlm import VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
 from vitrail.processing.image_layout import ImageLayout
 from vitrail.processing.overlapping_tiles import OverlapPolicy, find_padding
 from vitrail.processing.tokenizer import Tokenizer

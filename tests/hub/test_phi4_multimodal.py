@@ -23,7 +23,8 @@ from vitrail.generate.vlm_generation import generate_from_streams
 from vitrail.hub import from_hf, load, phi4_multimodal, save, to_hf
 from vitrail.hub.llava import normalize_llava_config
 from vitrail.hub.safetensors_files import SafetensorsWeights
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.pipelines.chat import append_ids
 from vitrail.processing.chat_template import ChatTemplate
 from vitrail.processing.hd_tiles import DynamicHDPolicy

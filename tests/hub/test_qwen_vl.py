@@ -18,7 +18,8 @@ from vitrail.hub import from_hf, load, save, to_hf
 from vitrail.hub.checkpoint_info import read_config
 from vitrail.hub.qwen3_5 import QWEN3_5_VARIANTS
 from vitrail.hub.qwen_vl import QWEN_VL_VARIANTS
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.registry import FAMILIES
 from vitrail.stream import (
     build_stream,

@@ -12,7 +12,8 @@ from torch import Tensor
 from helpers import relative
 from hub.test_llava import pictures
 from vitrail.hub import from_hf, load, save, to_hf
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.registry import FAMILIES
 from vitrail.stream import TOKEN_KINDS, Stream, build_stream, pack_streams, split_by_sample, text_part
 

@@ -83,7 +83,12 @@ def test_sources_share_an_atlas(monkeypatch):
     whole = recipe.load_recipe("mini")
     scenes = {name: config for name, config in whole.sources.items() if isinstance(config, SceneSourceConfig)}
     stages = tuple(
-        stage.replace(mixture=stage.mixture.replace(weights=dict.fromkeys(scenes, 1.0)), validate=())
+        stage.replace(
+            mixture=stage.mixture.replace(weights=dict.fromkeys(scenes, 1.0)),
+            validate=(),
+            validate_every=0,
+            validate_first=False,
+        )
         for stage in whole.stages
     )
     shown = recipe_building.open_sources(whole.replace(sources=scenes, stages=stages))
@@ -221,7 +226,7 @@ def test_runtime_settings_may_change_on_resume(tmp_path):
         "tokenizer.vocab_size": "280",
     }
     small = {**mine, "stages.0.steps": "2", "stages.0.batch_size": "2", "stages.0.schedule": "{kind='constant'}"}
-    small |= {"stages.0.validate_every": "0", "stages.0.save_every": "1"}
+    small |= {"stages.0.validate": "[]", "stages.0.validate_every": "0", "stages.0.save_every": "1"}
     out = tmp_path / "out"
     recipe.train_recipe(recipe.load_recipe("smoke", small), out, quiet=True)
     recipe.train_recipe(
@@ -314,7 +319,8 @@ def test_training_curves_start_as_recorded(name, tmp_path):
     if name in NEEDS_PACKAGE and shutil.which("npm") is None:
         pytest.skip("stories15M comes with npm")
     kept = json.loads((Path(__file__).parents[2] / "results" / f"{name}.json").read_text())["curve"][:5]
-    run = recipe.load_recipe(name, {"stages.0.save_every": "5", "stages.0.validate_every": "0"})
+    more = {"stages.0.validate": "[]", "stages.0.validate_every": "0"}
+    run = recipe.load_recipe(name, {"stages.0.save_every": "5", **more})
     with pytest.raises(TrainError, match="SIGTERM after step 5"):
         _stopped_after(run, 5, tmp_path)
     rows = [json.loads(line)["loss"] for line in (tmp_path / run.stages[0].name / "log.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ SMALL = {
     "description": "a test",
     "recipe": "smoke",
     "seeds": [1, 2],
-    "overrides": {"stages.0.validate_every": 0},
+    "overrides": {"stages.0.validate": [], "stages.0.validate_every": 0},
     "variants": [{"name": "one"}, {"name": "Two!", "overrides": {"stages.0.batch_size": 4}}],
     "tests": {"a": ["suite", "--word"]},
 }
@@ -65,7 +65,9 @@ def test_every_variant_runs_once_per_seed(quick, tmp_path):
             sweep.execute_run(chosen, run, test)
     assert done == [(batch, 1), (4, 1), (batch, 2), (4, 2)]
     assert (tmp_path / "two" / "seed-2" / "final").is_dir() and not list(tmp_path.rglob("checkpoints"))
-    other = sweep.Sweep.from_dict({**SMALL, "overrides": {"stages.0.validate_every": 0, "stages.0.optim.lr": 1e-5}})
+    other = sweep.Sweep.from_dict(
+        {**SMALL, "overrides": {"stages.0.validate": [], "stages.0.validate_every": 0, "stages.0.optim.lr": 1e-5}}
+    )
     sweep.execute_run(other, sweep.list_runs(other, tmp_path)[0], test)
     assert len(done) == 5  # another recipe is another run
 

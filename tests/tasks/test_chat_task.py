@@ -24,7 +24,8 @@ from vitrail.data.formats import ContentPart, Sample, Turn
 from vitrail.encoders.packed_vit import PackedViTConfig
 from vitrail.encoders.vit import ViTConfig
 from vitrail.errors import ConfigError, TextError
-from vitrail.models.vlm import VLM, VLMConfig, get_image_layouts, prepare_images
+from vitrail.models.vision_inputs import get_image_layouts, prepare_images
+from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, PlainMLPConfig, RotaryConfig
 from vitrail.pipelines import ChatPipeline
 from vitrail.pipelines.chat_settings import build_training_chat_format

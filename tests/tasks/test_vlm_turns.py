@@ -17,7 +17,8 @@ from vitrail.data.scenes.scene_source import SceneSource
 from vitrail.encoders.vit import cut_patches
 from vitrail.errors import ConfigError
 from vitrail.models.cross_attention_vlm import CrossAttentionVLM, ImageViews
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.registry import FAMILIES
 from vitrail.stream import build_stream, pack_streams

@@ -262,7 +262,7 @@ def test_recipe_gives_equal_files(tmp_path, lora):
 def test_torchrun_run_resumes_on_one_process(tmp_path):
     """Run the documented torchrun command and stop it after a few steps."""
     train = ["-m", "vitrail", "train", "smoke", "--out", str(tmp_path), "--device", "cpu"]
-    train += ["stages.0.steps=24", "stages.0.validate_every=0"]
+    train += ["stages.0.steps=24", "stages.0.validate=[]", "stages.0.validate_every=0"]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     path = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("src", "tests"))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

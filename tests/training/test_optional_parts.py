@@ -128,7 +128,7 @@ def train_run(folder: Path, more: dict, kind: type = TaskWithParts, lora: bool =
         "mixture": MixtureConfig(weights={"text": 3.0, "pictures": 1.0}),
     }
     run = Trainer(stage(**settings | more), task, SOURCES, folder, seed=4, quiet=True)
-    kinds = [run.order[i].source for i in range(run.stage.batch_size * 10)]
+    kinds = [run.loader.order[i].source for i in range(run.stage.batch_size * 10)]
     run.train()
     whole = add_lora(TextImageModel(), LORA) if lora else TextImageModel()
     distributed.gather_weights(run.task.model, whole, run.optimizer.master_weights())

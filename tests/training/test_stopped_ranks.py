@@ -22,7 +22,7 @@ def stop_in_step_4(folder: Path, how: str) -> None:
     """Rank 1 ends, stops or sleeps in step 4; the other must name it."""
     os.environ[rank_monitor.SECONDS_VARIABLE] = "4"
     run = trainer(folder, stage(save_every=2))
-    plain = run.order.__class__.__getitem__
+    plain = run.loader.order.__class__.__getitem__
 
     if distributed.get_rank() == 1:
 
@@ -33,7 +33,7 @@ def stop_in_step_4(folder: Path, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL if how == "ends" else signal.SIGSTOP)
             return plain(self, index)
 
-        run.order.__class__.__getitem__ = read
+        run.loader.order.__class__.__getitem__ = read
     try:
         run.train()
     except TrainError as error:

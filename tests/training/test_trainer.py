@@ -119,7 +119,9 @@ def test_random_numbers_depend_on_the_step(tmp_path, monkeypatch):
     whole = weights(trainer(tmp_path / "whole", settings, add_lora(model(), lora)).train())
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "validate", lambda self: os.kill(os.getpid(), signal.SIGTERM) or {})
-        stopped = trainer(tmp_path / "broken", settings.replace(validate_every=5), add_lora(model(), lora))
+        stopped = trainer(
+            tmp_path / "broken", settings.replace(validate=("a",), validate_every=5), add_lora(model(), lora)
+        )
         with pytest.raises(TrainError, match="after step 5"):
             stopped.train()
     torch.rand(7)
@@ -243,7 +245,7 @@ def test_nan_loss_is_reported_with_its_batch(tmp_path):
     with pytest.raises(TrainError, match="infinite loss in step 6"):
         run_.train()
     report = json.loads((tmp_path / "bad-step-00000006" / "samples.json").read_text())
-    assert [draw["source"] for draw in report["samples"][0]] == [run_.order[i].source for i in range(20, 24)]
+    assert [draw["source"] for draw in report["samples"][0]] == [run_.loader.order[i].source for i in range(20, 24)]
     assert (tmp_path / "bad-step-00000006" / "batch.safetensors").exists()
     assert checkpoint.list_steps(tmp_path / "checkpoints") == [3]  # the last checkpoint
 
@@ -368,7 +370,11 @@ def test_run_without_a_readable_checkpoint_raises(tmp_path):
         ({"steps": 0}, "at least 1"),
         ({"gradient_accumulation_steps": 3}, "3 micro-batches"),
         ({"trainable": ("tower",)}, "'tower'"),
-        ({"validate": ("c",)}, "'c'"),
+        ({"validate": ("c",), "validate_every": 3}, "'c'"),
+        ({"validate": ("a",)}, "validate names a, but validate_every is 0 and validate_first is false"),
+        ({"validate_every": 3}, "validate_every is 3, but validate names no source"),
+        ({"validate_first": True}, "validate_first is True, but validate names no source"),
+        ({"validate": ("a",), "validate_every": -3}, "validate_every is -3"),
         ({"mixture": MixtureConfig(weights={"c": 1.0})}, "'c'"),
         ({"schedule": CosineSchedule(warmup_steps=50)}, "50"),
         ({"optim": {"rate": 1}}, "optim"),

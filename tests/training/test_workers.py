@@ -133,7 +133,7 @@ def test_busy_worker_is_killed(tmp_path, monkeypatch):
 
     sources = {"a": Slow(SOURCES["a"]), "b": SOURCES["b"]}
     run = Trainer(stage(num_workers=1, steps=200), TextTask(model()), sources, tmp_path, seed=3, quiet=True)
-    draws = [run.order[i] for i in range(40)]
+    draws = [run.loader.order[i] for i in range(40)]
     # The slow item is one that the worker prefetches and no step has needed yet.
     globals()["SLOW"] = next(d.item for d in draws[8:] if d.source == "a" and d not in draws[:8])
     monkeypatch.setattr(Trainer, "_train_step", one_step)

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from vitrail.config import Config, PositiveInt
 from vitrail.connectors.feature_layout import FeatureLayout, count_features
+from vitrail.connectors.view_stitching import stitch_views
 from vitrail.errors import ConfigError
 from vitrail.nn import AttentionPlan, Workload, attention_plan, cost
 from vitrail.nn.mlp import Activation, apply_activation
 from vitrail.nn.parameters import count_parameter_bytes
+from vitrail.processing.image_layout import ImageLayout
 
 
 class ConnectorConfig(Config):
@@ -29,6 +31,15 @@ class ConnectorConfig(Config):
     def count_tokens(self, layout: FeatureLayout) -> int:
         """Count the visual tokens of a number of features or a grid. No module is built."""
         raise NotImplementedError
+
+    def supports_packed_blocks(self, merge_size: int) -> bool:
+        """Whether the connector merges whole blocks of packed images, which follow one another in one row."""
+        return False
+
+    @property
+    def has_separators(self) -> bool:
+        """Whether the connector gives the tokens after rows and between views, which are then features of the image."""
+        return False
 
 
 C = TypeVar("C", bound=ConnectorConfig)
@@ -49,6 +60,10 @@ class Connector(nn.Module, Generic[C]):
 
     def forward(self, features: Tensor, layout: FeatureLayout | Sequence[FeatureLayout] | None = None) -> Tensor:
         raise NotImplementedError
+
+    def arrange_views(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        """Stitch the visual tokens (views, M, W) of an image whose views keep their grids: (M', W), no newlines."""
+        return torch.cat([stitch_views(tokens, layout, span) for span in layout.spans])
 
     def resolve_layouts(
         self, features: Tensor, layout: FeatureLayout | Sequence[FeatureLayout] | None

@@ -37,6 +37,9 @@ class GatedMergerConfig(ConnectorConfig, tag="gated_merger", tag_field="kind"):
     def count_tokens(self, layout: FeatureLayout) -> int:
         return require_grid(layout).replace(merge_size=self.merge).num_tokens
 
+    def supports_packed_blocks(self, merge_size: int) -> bool:
+        return self.order == "blocks" and self.merge == merge_size
+
 
 @CONNECTORS.register("gated_merger")
 class GatedMerger(Connector[GatedMergerConfig]):

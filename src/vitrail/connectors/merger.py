@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from vitrail.config import PositiveInt
 from vitrail.connectors.connector import Connector, ConnectorConfig, ProjectionMLP
 from vitrail.connectors.feature_layout import FeatureLayout, apply_per_grid, group_blocks, require_grid
+from vitrail.connectors.view_stitching import stitch_spans
 from vitrail.errors import ConfigError
 from vitrail.nn import Workload, cost
 from vitrail.nn.mlp import Activation
 from vitrail.nn.norms import NormKind, make_norm
 from vitrail.nn.parameters import make_small_parameter
 from vitrail.processing.grid import Grid
+from vitrail.processing.image_layout import ImageLayout
 from vitrail.registry import CONNECTORS
 
 
@@ -74,6 +76,13 @@ class MergerConfig(ConnectorConfig, tag="merger", tag_field="kind"):
     def count_tokens(self, layout: FeatureLayout) -> int:
         return require_grid(layout).replace(merge_size=self.merge).num_tokens
 
+    def supports_packed_blocks(self, merge_size: int) -> bool:
+        return self.order == "blocks" and self.merge == merge_size
+
+    @property
+    def has_separators(self) -> bool:
+        return self.separators
+
 
 @CONNECTORS.register("merger")
 class Merger(Connector[MergerConfig]):
@@ -97,6 +106,11 @@ class Merger(Connector[MergerConfig]):
         x = self.norm(features) if self.config.norm_position == "before" else features
         x = apply_per_grid(x, grids, self._reduce_blocks)  # (B, M, m²·D) or (B, M, D)
         return self._project(self.norm(x) if self.config.norm_position == "after" else x)
+
+    def arrange_views(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        if not self.config.separators:
+            return super().arrange_views(tokens, layout)
+        return stitch_spans(tokens, layout, *self.project_separators())
 
     def project_separators(self) -> tuple[Tensor, Tensor]:
         """Return the visual tokens (W,) of a newline and of a separator of views."""

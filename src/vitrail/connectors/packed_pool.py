@@ -31,6 +31,9 @@ class PackedPoolConfig(ConnectorConfig, tag="packed_pool", tag_field="kind"):
     def count_tokens(self, layout: FeatureLayout) -> int:
         return require_grid(layout).replace(merge_size=self.merge).num_tokens
 
+    def supports_packed_blocks(self, merge_size: int) -> bool:
+        return self.merge == merge_size
+
 
 @CONNECTORS.register("packed_pool")
 class PackedPool(Connector[PackedPoolConfig]):

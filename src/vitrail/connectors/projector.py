@@ -56,6 +56,9 @@ class ProjectorConfig(ConnectorConfig, tag="projector", tag_field="kind"):
     def count_tokens(self, layout: FeatureLayout) -> int:
         return count_features(layout)
 
+    def supports_packed_blocks(self, merge_size: int) -> bool:
+        return merge_size == 1
+
 
 @CONNECTORS.register("projector")
 class Projector(Connector[ProjectorConfig]):

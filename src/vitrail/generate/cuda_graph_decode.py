@@ -9,7 +9,6 @@ Shapes: B batch size, V vocabulary.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary, proxy
@@ -23,6 +22,7 @@ from vitrail.errors import ConfigError
 from vitrail.generate.text_generation import EagerStepper
 from vitrail.nn import AttentionPlan, GatedMLPConfig, KVCache, MoEConfig
 from vitrail.nn.cuda_graphs import pause_garbage_collection
+from vitrail.nn.kernels import HAS_TRITON
 from vitrail.nn.rotary_embedding import DynamicNTKScaling, LongRoPEScaling
 
 COMPILE_OPTIONS: dict[str, Any] = {"dynamic": False}  # options of torch.compile for blocks
@@ -300,7 +300,7 @@ class FusedStep:
         channels = block.attention.resolve_head_dim(block.width)
         return (
             batch_size == 1
-            and find_spec("triton") is not None
+            and HAS_TRITON
             and weight.is_cuda
             and weight.dtype in (torch.bfloat16, torch.float16)
             and block.branches == ("self", "mlp")

@@ -26,7 +26,9 @@ from vitrail.generate.cuda_graph_decode import (
     copy_to_device,
     get_cached_stepper,
 )
-from vitrail.models.vlm import VISUAL_KINDS, VLM, VisionFeatures, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VISUAL_KINDS, VLM
+from vitrail.models.vlm_vision_model import VisionFeatures
 from vitrail.nn import AttentionPlan, Block, KVCache
 from vitrail.stream import PackedBatch, Stream, merge_features
 from vitrail.stream.packing import pad_streams
@@ -255,7 +257,7 @@ def _can_capture_prefill(model: VLM, streams: Sequence[Stream]) -> bool:
     return (
         isinstance(model.tower, (ViT, PackedViT))
         and _reads_all_tokens(model)
-        and not config.masks_padding
+        and not config.policy.masks_padding
         and isinstance(config.connector, (MergerConfig, ProjectorConfig))
         and not config.padding_embedding  # its kinds of patches come from the host
         and model.decoder.can_trim_last_layer

@@ -3,7 +3,6 @@
 N tokens, W width, H heads, G key/value heads, D head width
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.backbones.decoder import Decoder
 from vitrail.nn import GatedMLPConfig, PagedPass
+from vitrail.nn.kernels import HAS_TRITON
 from vitrail.nn.paged_attention import KERNEL_DTYPES
 from vitrail.nn.rotary_embedding import DynamicNTKScaling, LongRoPEScaling, Rotation
 
@@ -25,7 +25,7 @@ class FusedPagedDecoder:
         attention = block.attention
         channels = attention.resolve_head_dim(block.width)
         return (
-            find_spec("triton") is not None
+            HAS_TRITON
             and model.embed.weight.dtype in KERNEL_DTYPES
             and block.branches == ("self", "mlp")
             and (block.norm, block.norm_position, block.layer_scale, block.gated) == ("rms", "before", None, False)

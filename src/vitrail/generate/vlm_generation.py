@@ -17,7 +17,8 @@ from vitrail.generate.cuda_graph_decode import CompiledStepper, CUDAGraphStepper
 from vitrail.generate.cuda_graph_prefill import VisionEncodingTicket, run_prefill, start_vision_encoding
 from vitrail.generate.text_generation import GeneratedText, GeneratedToken, StepperFactory
 from vitrail.models.cross_attention_vlm import CrossAttentionVLM, ImageViews
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.stream import PackedBatch, Stream
 from vitrail.stream.packing import pad_streams
 

@@ -45,7 +45,8 @@ from vitrail.models.genie_model import GenieConfig
 from vitrail.models.presets import ALL_VLM_PRESETS
 from vitrail.models.safety_checker import SafetyChecker, SafetyCheckerConfig
 from vitrail.models.unified_model import UnifiedConfig
-from vitrail.models.vlm import VLM, VLMConfig, get_image_layouts
+from vitrail.models.vision_inputs import get_image_layouts
+from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.models.vlm_cost import CostComponent
 from vitrail.nn import Workload, cost
 from vitrail.nn.mlp import MoE

@@ -31,7 +31,7 @@ from vitrail.models.unified_model import UnifiedConfig as UnifiedConfig
 from vitrail.models.unified_model import UnifiedModel as UnifiedModel
 from vitrail.models.video_inputs import Video as Video
 from vitrail.models.video_inputs import VideoFrames as VideoFrames
+from vitrail.models.vision_inputs import VisionInputs as VisionInputs
 from vitrail.models.vlm import VLM as VLM
-from vitrail.models.vlm import VisionFeatures as VisionFeatures
-from vitrail.models.vlm import VisionInputs as VisionInputs
 from vitrail.models.vlm_config import VLMConfig as VLMConfig
+from vitrail.models.vlm_vision_model import VisionFeatures as VisionFeatures

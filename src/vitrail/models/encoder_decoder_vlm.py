@@ -18,7 +18,8 @@ from vitrail.backbones.fusion import CrossAttentionFusionConfig, CrossAttentionI
 from vitrail.config import LayerCount
 from vitrail.errors import ConfigError, StreamError
 from vitrail.models import vlm_cost
-from vitrail.models.vlm import VLM, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM
 from vitrail.models.vlm_config import VisualLayout, VLMConfig
 from vitrail.nn import AttentionPlan, Block, BlockConfig, KVCache, Workload, attention_plan, cost
 from vitrail.nn.norms import make_norm
@@ -56,7 +57,7 @@ class EncoderDecoderVLMConfig(VLMConfig):
             if is_used:
                 raise ConfigError(f"an encoder-decoder model does not support {name}", "remove it")
 
-    def _check_fusion(self) -> None:
+    def check_fusion(self) -> None:
         fusion = self.decoder.fusion
         if not isinstance(fusion, CrossAttentionFusionConfig) or not fusion.encoder or fusion.context_width is not None:
             raise ConfigError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.config import Config, NonNegativeFloat
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels import HAS_TRITON
 from vitrail.nn.kernels.linear_gelu import linear_gelu
 from vitrail.nn.norms import NormKind, make_norm
 
@@ -156,8 +157,18 @@ class GatedMLP(nn.Module):
             biases = (None, None) if self.gate_up.bias is None else self.gate_up.bias.chunk(2)
             gate, up = (F.linear(x, w, b) for w, b in zip(self.gate_up.weight.chunk(2), biases, strict=True))
             return self.down(self.norm(apply_activation(gate, self.activation).mul_(up)))
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        both = self.gate_up(x)
+        if self.activation == "silu" and _swiglu_runs(both):
+            from vitrail.nn.kernels.training_kernels import swiglu
+
+            return self.down(self.norm(swiglu(both)))
+        gate, up = both.chunk(2, dim=-1)
         return self.down(self.norm(apply_activation(gate, self.activation) * up))
+
+
+def _swiglu_runs(x: Tensor) -> bool:
+    """Return whether the fused kernel applies, whose backward pass is faster than what the compiler makes."""
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()
 
 
 class MoE(nn.Module):

@@ -12,8 +12,6 @@ H heads, D head width
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.nn.attention_backends import compute_attention
 from vitrail.nn.attention_plans import AttentionPlan
+from vitrail.nn.kernels import HAS_TRITON
 
 KERNEL_HEAD_DIMS = frozenset((16, 32, 64, 128, 256))
 TILE_ROWS = 64  # queries times heads of a group in a tile of the kernel
@@ -179,13 +178,7 @@ def count_tile_tokens(heads_per_group: int) -> int:
     return max(1, TILE_ROWS // (1 << (heads_per_group - 1).bit_length()))
 
 
-@cache
-def has_kernels() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
-
-
 def supports_kernel(q: Tensor, plan: AttentionPlan) -> bool:
     """Whether the Triton kernel supports these queries and this plan: on a GPU, without bidirectional spans."""
     D: Any = q.shape[-1]
-    return q.is_cuda and plan.spans is None and q.dtype in KERNEL_DTYPES and D in KERNEL_HEAD_DIMS and has_kernels()
+    return q.is_cuda and plan.spans is None and q.dtype in KERNEL_DTYPES and D in KERNEL_HEAD_DIMS and HAS_TRITON

@@ -67,8 +67,11 @@ class LearnedPositionEmbedding(nn.Module):
             raise ConfigError(f"a grid of {h} × {w} patches is empty", "use an image of at least one patch")
         if self.interpolation == "bucket":
             rows, columns = (_find_buckets(n, size) for n, size in zip((h, w), self.grid_size, strict=True))
-            cells = rows[:, None] * self.grid_size[1] + columns + self.num_prefix_tokens
-            return torch.cat([self.table[: self.num_prefix_tokens], self.table[cells.flatten()]])
+            cells = self.table[self.num_prefix_tokens :].unflatten(0, self.grid_size)  # (h₀, w₀, D)
+            # Views instead of an index tensor: a CUDA graph cannot copy that tensor from the CPU.
+            cells = torch.stack([cells[row] for row in rows])
+            cells = torch.stack([cells[:, column] for column in columns], 1)  # (h, w, D)
+            return torch.cat([self.table[: self.num_prefix_tokens], cells.flatten(0, 1)])
         if (h, w) == self.grid_size:
             return self.table
         kind, _, option = self.interpolation.partition("_")
@@ -86,8 +89,8 @@ class LearnedPositionEmbedding(nn.Module):
         return torch.cat([self.table[: self.num_prefix_tokens], cells]) if self.num_prefix_tokens else cells
 
 
-def _find_buckets(count: int, size: int) -> Tensor:
-    """Return the learned index of each of `count` rows, (count,), in the float32 arithmetic of the reference."""
+def _find_buckets(count: int, size: int) -> list[int]:
+    """Return the learned index of each of `count` rows, in the float32 arithmetic of the reference."""
     boundaries = torch.arange(1 / size, 1.0, 1 / size)
     places = torch.arange(0, 1 - 1e-6, float(1 / torch.tensor(count)))[:count]
-    return torch.bucketize(places, boundaries, right=True)
+    return torch.bucketize(places, boundaries, right=True).tolist()

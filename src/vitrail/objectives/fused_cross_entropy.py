@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels import HAS_TRITON
 
 Reduction = Literal["mean", "sum"]
 
@@ -119,23 +120,41 @@ def _chunked(
         rows = slice(start, start + chunk)
         x, target, share = hidden[rows], targets[rows], shares[rows]
         logits = F.linear(x, weight)  # (n, V)
-        logp = F.log_softmax(logits, -1, dtype=wide)
-        loss = -logp.gather(-1, target)[:, 0]
-        lse = logits.gather(-1, target)[:, 0] + loss
+        if logits.is_cuda and wide == torch.float32 and HAS_TRITON:
+            from vitrail.nn.kernels.training_kernels import compute_softmax_gradient
+
+            loss, lse = compute_softmax_gradient(logits, target[:, 0], share, z, for_hidden or for_weight)
+        else:
+            loss, lse = _compute_softmax_gradient(logits, target, share, z, for_hidden or for_weight)
         each[rows] = loss * is_target[rows]
         value += ((loss + z * lse.square()) * share).sum()
         if for_hidden or for_weight:
-            # d/dlogits = share · (p · (1 + 2 z lse) − onehot), written over the logits. For the target, where the two
-            # terms cancel, it is computed before rounding to the dtype of the logits.
-            factor = share * (1 + 2 * z * lse)
-            gradient = torch.mul(logp.exp_(), factor[:, None], out=logits)
-            gradient.scatter_(-1, target, (torch.exp(-loss) * factor - share).to(gradient.dtype)[:, None])
+            gradient = logits
             if for_hidden:
                 torch.mm(gradient, weight, out=d_hidden[rows])
             if for_weight:
                 add_matmul(d_weight, gradient.T, x)
     # Round the float32 sum once, here, to save memory.
     return value, each, d_hidden, d_weight.to(weight.dtype)
+
+
+def _compute_softmax_gradient(
+    logits: Tensor, target: Tensor, share: Tensor, z: float, needs_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return −log p of each target and the logsumexp; overwrite the logits with their gradient if needed.
+
+    The Triton kernel of the same name does it in one pass.
+    """
+    logp = F.log_softmax(logits, -1, dtype=_wide(logits))
+    loss = -logp.gather(-1, target)[:, 0]
+    lse = logits.gather(-1, target)[:, 0] + loss
+    if needs_gradient:
+        # d/dlogits = share · (p · (1 + 2 z lse) − onehot). For the target, where the two terms cancel, it is computed
+        # before rounding to the dtype of the logits.
+        factor = share * (1 + 2 * z * lse)
+        torch.mul(logp.exp_(), factor[:, None], out=logits)
+        logits.scatter_(-1, target, (torch.exp(-loss) * factor - share).to(logits.dtype)[:, None])
+    return loss, lse
 
 
 @_chunked.register_fake

@@ -29,7 +29,8 @@ from vitrail.models.chat_layout import (
 )
 from vitrail.models.cross_attention_vlm import CrossAttentionVLM, ImageViews
 from vitrail.models.video_inputs import Video, VideoFrames, read_video_frames
-from vitrail.models.vlm import VLM, VisionInputs, VLMConfig
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VLM, VLMConfig
 from vitrail.pipelines.base import find_bundled_model, select_device
 from vitrail.pipelines.chat_settings import (
     build_chat_format,

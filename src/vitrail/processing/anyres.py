@@ -1,6 +1,7 @@
 """Policies that split an image into tiles of the tower's input size, plus one view of the whole image."""
 
 import math
+from typing import TYPE_CHECKING
 
 from vitrail.config import PositiveInt
 from vitrail.errors import ConfigError
@@ -20,6 +21,9 @@ from vitrail.processing.image_layout import (
     square_grid,
 )
 from vitrail.registry import RESOLUTION_POLICIES
+
+if TYPE_CHECKING:
+    from vitrail.processing.video_sampling import SamplingRule
 
 # (rows, columns) of tiles. The order matters: the first of equally good grids wins.
 MAX_TILES = 1024  # maximum number of tiles in an image and of grids in a config; protects against hostile configs
@@ -85,6 +89,12 @@ class AnyResPolicy(PaddedPolicy, tag="anyres"):
         size = _limit_tokens(window[2:], self.max_tiles, grid.num_tokens) if self.max_tiles else window[2:]
         stitched = ViewSpan(first_view=1, view_grid=(rows, columns), window=window, size=size, newline="row")
         return ImageLayout(height=height, width=width, views=(base, *tiles), spans=(full_view_span(base), stitched))
+
+    @property
+    def video_rule(self) -> "SamplingRule | None":
+        if self.video_pool_size is not None:
+            return "llava-next-video"
+        return "llava-onevision" if self.max_tiles else None
 
     def layout_video(self, num_frames: int) -> ImageLayout:
         """Return the layout of a video with `num_frames` frames, one tile per frame.

@@ -13,7 +13,6 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.processing.image_layout import ImageLayout, ImageView, PaddedPolicy, Rectangle, ResolutionPolicy, Size
 from vitrail.processing.mllama_canvas import CanvasPolicy
-from vitrail.processing.resolution_policies import PACKED_POLICIES, UNEQUAL_POLICIES
 from vitrail.processing.split_tiles import SplitPolicy
 
 
@@ -71,7 +70,7 @@ def single_view(policy: ResolutionPolicy, height: int, width: int) -> ImageView:
 
 def get_fixed_view(policy: ResolutionPolicy) -> ImageView:
     """Return the view of a policy that makes one view of one size of every image; raise for other policies."""
-    if isinstance(policy, (CanvasPolicy, *UNEQUAL_POLICIES, *PACKED_POLICIES)):
+    if isinstance(policy, CanvasPolicy) or policy.view_sizes != "equal":
         raise ConfigError(
             f"policy {type(policy).__name__} gives images different numbers of tokens",
             "use naive, letterbox or crop, and a tower with one image size",
@@ -85,10 +84,10 @@ def find_view_layout(policy: ResolutionPolicy, image_shape: Size) -> ImageLayout
 
     Raises for policies that batches do not support.
     """
-    if isinstance(policy, (CanvasPolicy, SplitPolicy, *PACKED_POLICIES)):
+    if isinstance(policy, CanvasPolicy | SplitPolicy) or policy.view_sizes == "native":
         get_fixed_view(policy)  # raises
     layout = policy.layout(*image_shape)
-    if isinstance(policy, UNEQUAL_POLICIES):
+    if policy.view_sizes == "unequal":
         if len({view.canvas_size for view in layout.views}) > 1:
             raise ConfigError(
                 f"{type(policy).__name__} makes views of several sizes of an image of {image_shape[0]} × "

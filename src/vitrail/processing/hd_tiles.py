@@ -6,7 +6,7 @@ view is interpolated from the normalized canvas, so its pixels are no integer le
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -163,6 +163,8 @@ class DynamicHDPolicy(CanvasTilesPolicy, tag="dynamic_hd"):
     attend to patches of tiles in padding, and rows and columns of tokens in padding are dropped. A strip keeps at least
     10 pixels on its short side.
     """
+
+    masks_padding: ClassVar[bool] = True
 
     tile_size: int = 448
     max_tiles: int = 36

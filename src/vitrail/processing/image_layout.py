@@ -8,7 +8,7 @@ Sizes are (height, width) and rectangles are (top, left, height, width). Only th
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from PIL import Image
 
@@ -18,12 +18,16 @@ from vitrail.processing.grid import Grid
 from vitrail.processing.image_loading import to_pixel_values
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+    from vitrail.processing.video_sampling import SamplingRule
 
 Size: TypeAlias = tuple[int, int]
 Rectangle: TypeAlias = tuple[int, int, int, int]
 Colour: TypeAlias = tuple[int, int, int]
 Resample: TypeAlias = Literal["bilinear", "bicubic", "lanczos"]
+ViewSizes: TypeAlias = Literal["equal", "unequal", "native"]
 Newline: TypeAlias = Literal["none", "row", "end", "row_and_end"]
 
 PIL_RESAMPLING: dict[Resample, Image.Resampling] = {
@@ -142,13 +146,36 @@ class ResolutionPolicy(Config, tag_field="policy"):
     """Base class of resolution policies, which fit an image of any size to a vision tower.
 
     `layout` computes views and token counts. `apply` produces the pixels.
+
+    view_sizes     sizes of the views: one for all, one for each view, or native ones for packed towers
+    masks_padding  whether the tower does not attend to patches in padding
     """
 
+    view_sizes: ClassVar[ViewSizes] = "equal"
+    masks_padding: ClassVar[bool] = False
+
     resample: Resample = "bicubic"
+
+    @property
+    def video_rule(self) -> "SamplingRule | None":
+        """Sampling rule of videos whose frames are views of one size; None if the policy does not support them."""
+        return None
 
     def layout(self, height: int, width: int) -> ImageLayout:
         """Return the views and tokens of an image of this size. No pixels are needed."""
         raise NotImplementedError
+
+    def layout_video(self, num_frames: int) -> ImageLayout:
+        """Return the layout of a video with `num_frames` frames of one view each."""
+        raise ConfigError(f"{type(self).__name__} does not support videos", "give frames as images")
+
+    def list_covered_grids(self, height: int, width: int) -> list[Size] | None:
+        """Return the rows and columns of patches of each view that the tower attends to; None for all."""
+        return None
+
+    def classify_patches(self, layout: ImageLayout) -> "np.ndarray | None":
+        """Return the kinds of all patches of an image (V, N), for a padding embedding; None without one."""
+        return None
 
     def for_images(self, count: int) -> "ResolutionPolicy":
         """Return the policy for each of `count` images of a conversation."""

@@ -1,5 +1,7 @@
 """InternVL's dynamic tiling: tiles of the grid with the nearest aspect ratio, then a thumbnail."""
 
+from typing import TYPE_CHECKING
+
 from vitrail.errors import ConfigError
 from vitrail.processing.image_layout import (
     ImageLayout,
@@ -12,6 +14,9 @@ from vitrail.processing.image_layout import (
     square_grid,
 )
 from vitrail.registry import RESOLUTION_POLICIES
+
+if TYPE_CHECKING:
+    from vitrail.processing.video_sampling import SamplingRule
 
 
 @RESOLUTION_POLICIES.register("tiles")
@@ -50,6 +55,10 @@ class TilesPolicy(ResolutionPolicy, tag="tiles"):
             views += split_into_tiles(source, (tile, tile), (1, 1), grid, tile_size=tile)
         spans = tuple(full_view_span(view, first_view=i) for i, view in enumerate(views))
         return ImageLayout(height=height, width=width, views=tuple(views), spans=spans)
+
+    @property
+    def video_rule(self) -> "SamplingRule":
+        return "internvl"
 
     def layout_video(self, num_frames: int) -> ImageLayout:
         """Return the layout of a video with `num_frames` frames: one squashed tile per frame, without thumbnails."""

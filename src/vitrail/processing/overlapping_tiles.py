@@ -82,6 +82,9 @@ class OverlapPolicy(PaddedPolicy, tag="overlap"):
         spans = (full_view_span(views[0]).replace(newline="row"), mosaic)
         return ImageLayout(height=height, width=width, views=views, spans=spans)
 
+    def classify_patches(self, layout: ImageLayout) -> np.ndarray:
+        return find_padding(layout, self.patch_size)
+
     def _find_grid(self, height: int, width: int) -> Size:
         """Return the (rows, columns) of tiles, in the float32 arithmetic of the reference."""
         step, sides = self.tile_size - self.shared_size, range(1, self.max_tiles + 1)

@@ -5,7 +5,7 @@ rounding match the original models. `docs/processing.md` explains when to use wh
 """
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from vitrail.config import PositiveInt, make_registered_type
 from vitrail.errors import ConfigError, ImageError, suggest_name
@@ -21,6 +21,7 @@ from vitrail.processing.image_layout import (
     Resample,
     ResolutionPolicy,
     Size,
+    ViewSizes,
     check_image_size,
     compute_centred_square_box,
     full_view_span,
@@ -175,6 +176,8 @@ class NativePolicy(ResolutionPolicy, tag="native"):
     become smaller than a small one. With `enlarge_strips` (GLM-4V), it is enlarged to one block first.
     """
 
+    view_sizes: ClassVar[ViewSizes] = "native"
+
     patch_size: PositiveInt = 14
     merge_size: PositiveInt = 2
     min_pixels: int = 56 * 56
@@ -232,6 +235,8 @@ class LongestEdgePolicy(ResolutionPolicy, tag="longest_edge"):
     A strip keeps at least one pixel on its short side, which the reference does not resize.
     """
 
+    view_sizes: ClassVar[ViewSizes] = "native"
+
     patch_size: PositiveInt = 16
     merge_size: PositiveInt = 1
     longest_edge: PositiveInt = 1024
@@ -251,6 +256,8 @@ class TokenBudgetPolicy(ResolutionPolicy, tag="token_budget"):
 
     A strip that would round to zero tokens is one token wide, and shrunk to at most `max_tokens`.
     """
+
+    view_sizes: ClassVar[ViewSizes] = "native"
 
     patch_size: PositiveInt = 16
     merge_size: PositiveInt = 3
@@ -277,6 +284,8 @@ class PatchLimitPolicy(PaddedPolicy, tag="patch_limit"):
     The limits count patches before the padding, at the right and at the bottom. No side has more than
     `max_side_patches` patches.
     """
+
+    view_sizes: ClassVar[ViewSizes] = "native"
 
     patch_size: int = 14
     merge_size: int = 2
@@ -309,6 +318,8 @@ class NaFlexPolicy(ResolutionPolicy, tag="naflex"):
     Bisection finds the scale to 1e-5 between 1e-6 and 100, as in the reference. The maximum enlargement is 100.
     """
 
+    view_sizes: ClassVar[ViewSizes] = "unequal"
+
     resample: Resample = "bilinear"
     patch_size: PositiveInt = 16
     max_patches: PositiveInt = 256
@@ -338,11 +349,6 @@ if TYPE_CHECKING:
     AnyResolutionPolicy: TypeAlias = ResolutionPolicy
 else:
     AnyResolutionPolicy = make_registered_type(RESOLUTION_POLICIES, ResolutionPolicy, lambda policy: policy, "policy")
-
-PACKED_POLICIES = (NativePolicy, LongestEdgePolicy, TokenBudgetPolicy, PatchLimitPolicy)
-"""Policies that keep the size of an image, for packed towers."""
-UNEQUAL_POLICIES = (NaFlexPolicy, SlicePolicy, ShrinkPolicy)
-"""Policies whose views differ in size, for other towers."""
 
 # Policies of released models. `image_loading.NORMALIZATIONS` holds the mean and std of their towers.
 PRESETS: dict[str, ResolutionPolicy] = {

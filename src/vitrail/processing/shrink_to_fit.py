@@ -1,6 +1,7 @@
 """Images of their own size, shrunk only if they are too large, and padded to whole patches (Fuyu)."""
 
 import math
+from typing import ClassVar
 
 from vitrail.errors import ConfigError
 from vitrail.processing.grid import Grid
@@ -10,6 +11,7 @@ from vitrail.processing.image_layout import (
     ImageView,
     PaddedPolicy,
     Resample,
+    ViewSizes,
     check_image_size,
     full_view_span,
 )
@@ -23,6 +25,8 @@ class ShrinkPolicy(PaddedPolicy, tag="shrink"):
     Smaller images keep their size. Each row of patches ends with a newline. The fill colour is almost black, because
     the reference pads with 1 before it divides by 255.
     """
+
+    view_sizes: ClassVar[ViewSizes] = "unequal"
 
     resample: Resample = "bilinear"
     fill_colour: Colour = (1, 1, 1)

@@ -1,6 +1,7 @@
 """Image slicing of MiniCPM-V: the whole image, then slices of an enlarged one, all near one resolution."""
 
 import math
+from typing import ClassVar
 
 from vitrail.config import PositiveInt
 from vitrail.errors import ConfigError
@@ -10,6 +11,7 @@ from vitrail.processing.image_layout import (
     ImageView,
     ResolutionPolicy,
     Size,
+    ViewSizes,
     check_image_size,
     full_view_span,
 )
@@ -27,6 +29,8 @@ class SlicePolicy(ResolutionPolicy, tag="slices"):
     merge_size  sides of a view are multiples of so many patches
     numbered    whether a text with its number precedes each image; without it, each slice is written like an image
     """
+
+    view_sizes: ClassVar[ViewSizes] = "unequal"
 
     slice_size: int = 448
     patch_size: PositiveInt = 14

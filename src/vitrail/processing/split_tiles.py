@@ -1,6 +1,7 @@
 """Image splitting of Idefics 3 and SmolVLM: tiles of the enlarged image, then the whole image."""
 
 import math
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
@@ -18,6 +19,9 @@ from vitrail.processing.image_layout import (
     square_grid,
 )
 from vitrail.registry import RESOLUTION_POLICIES
+
+if TYPE_CHECKING:
+    from vitrail.processing.video_sampling import SamplingRule
 
 MAX_EDGE = 4096
 """Maximum length of the longest edge, as in the reference."""
@@ -65,6 +69,10 @@ class SplitPolicy(ResolutionPolicy, tag="split"):
         )
         spans = tuple(full_view_span(view, first_view=index) for index, view in enumerate(views))
         return ImageLayout(height=height, width=width, views=views, spans=spans)
+
+    @property
+    def video_rule(self) -> "SamplingRule | None":
+        return "smolvlm" if self.takes_videos else None
 
     def layout_video(self, num_frames: int) -> ImageLayout:
         """Return the layout of a video with `num_frames` frames: one squashed tile per frame."""

@@ -33,6 +33,7 @@ def shrink_recipe(recipe: Recipe) -> Recipe:
             schedule=ConstantSchedule(),
             validate=(),
             validate_every=0,
+            validate_first=False,
             num_workers=0,
             compile=False,
         )

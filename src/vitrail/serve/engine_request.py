@@ -11,7 +11,7 @@ import numpy as np
 from vitrail.config import Config
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.generate.sampling import GREEDY, SamplingConfig
-from vitrail.models.vlm import VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
 from vitrail.serve.page_allocator import PageKey, hash_page
 from vitrail.serve.token_constraints import TokenConstraint
 from vitrail.stream import Stream

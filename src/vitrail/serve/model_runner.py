@@ -18,9 +18,12 @@ from vitrail.backbones.fusion import CrossAttentionFusionConfig, DeepStackInputs
 from vitrail.errors import ConfigError
 from vitrail.generate.cuda_graph_decode import can_capture
 from vitrail.generate.fused_paged_decoder import FusedPagedDecoder
-from vitrail.models.vlm import VISUAL_KINDS, VLM, VisionFeatures, VisionInputs
+from vitrail.models.vision_inputs import VisionInputs
+from vitrail.models.vlm import VISUAL_KINDS, VLM
+from vitrail.models.vlm_vision_model import VisionFeatures
 from vitrail.nn import AttentionConfig, AttentionPlan, PagedKVCache, PagedPass
-from vitrail.nn.paged_attention import KERNEL_HEAD_DIMS, count_tile_tokens, has_kernels
+from vitrail.nn.kernels import HAS_TRITON
+from vitrail.nn.paged_attention import KERNEL_HEAD_DIMS, count_tile_tokens
 from vitrail.nn.rotary_embedding import DynamicNTKScaling, LongRoPEScaling
 from vitrail.serve.captured_decode import CapturedDecode, DecodeResult
 from vitrail.serve.engine_request import EnginePrompt, SequenceState
@@ -175,7 +178,7 @@ class ModelRunner:
         """Run decoding by CUDA graphs, if the model can be captured. Graphs are captured on first use."""
         dims = {D for _, D in self.cache.shapes}
         weight = self.decoder.embed.weight
-        if not (weight.is_cuda and can_capture(self.decoder, 1, 1) and dims <= KERNEL_HEAD_DIMS and has_kernels()):
+        if not (weight.is_cuda and can_capture(self.decoder, 1, 1) and dims <= KERNEL_HEAD_DIMS and HAS_TRITON):
             return
 
         def compute(rows: Tensor, slots: Tensor, positions: Tensor, splits: int) -> Tensor:

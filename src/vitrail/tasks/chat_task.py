@@ -32,7 +32,8 @@ from vitrail.models.chat_layout import (
     resolve_template_source,
 )
 from vitrail.models.video_inputs import Video, VideoFrames, read_video_frames
-from vitrail.models.vlm import VLM, VisionInputs, get_image_layouts, prepare_images, prepare_videos
+from vitrail.models.vision_inputs import VisionInputs, get_image_layouts, prepare_images, prepare_videos
+from vitrail.models.vlm import VLM
 from vitrail.models.vlm_config import VisualLayout, VLMConfig
 from vitrail.models.vlm_cost import VLMWorkload
 from vitrail.pipelines.chat_settings import build_training_chat_format

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels import HAS_TRITON
 from vitrail.training.parameter_names import check_patterns_match, check_state_matches, matches_pattern
 
 BUCKET_NUMEL = 2**26
@@ -227,6 +228,10 @@ class Optimizer:
             slots = [slot for slot in bucket if slot.grad is not None]
             for slot in slots:
                 slot.steps += 1
+            if self.config.kind != "lamb":
+                slots = [
+                    slot for slot in slots if not _update_in_one_pass(slot, group, lr_factor * group.lr, self.config)
+                ]
             for uses_muon in (False, True):
                 some = [slot for slot in slots if slot.uses_muon == uses_muon]
                 update = _step_muon if uses_muon else _step_lamb if self.config.kind == "lamb" else _step_adamw
@@ -298,6 +303,20 @@ def _to_master_dtype(slots: list[_ParameterState]) -> list[Tensor]:
         for i, grad in zip(narrow, wide, strict=True):
             grads[i] = grad
     return grads
+
+
+def _update_in_one_pass(slot: _ParameterState, group: ParamGroup, lr: float, config: OptimConfig) -> bool:
+    """Update a half-precision weight on a GPU with one AdamW kernel, if that applies; return whether it does."""
+    if slot.uses_muon or slot.master_copy is None or slot.grad is None:
+        return False
+    tensors = (slot.weight.detach(), slot.master_copy, slot.grad, slot.exp_avg, slot.exp_avg_sq)
+    local = [_to_local_tensor(x) for x in tensors]
+    if not (HAS_TRITON and all(x.is_cuda and x.is_contiguous() for x in local)):
+        return False
+    from vitrail.nn.kernels.training_kernels import update_adamw
+
+    update_adamw(*local, lr=lr, betas=config.betas, eps=config.eps, weight_decay=group.weight_decay, step=slot.steps)
+    return True
 
 
 def _step_adamw(

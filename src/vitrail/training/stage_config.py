@@ -27,7 +27,7 @@ class StageConfig(Config):
     schedule                     schedule of the learning rate
     settings                     settings of the task
     trainable                    names of the trainable parts; all other parameters are frozen
-    validate                     sources to validate on
+    validate                     sources to validate on; they need validate_every or validate_first
     validate_every               steps between two validations; 0 for none
     validate_first               whether to validate before the first step too
     save_every                   steps between two checkpoints
@@ -72,7 +72,24 @@ class StageConfig(Config):
                 f"stage {self.name!r}: CUDA graphs overwrite accumulated float32 gradients",
                 'set compile = true, or dtype = "bfloat16"',
             )
+        self._check_validation()
         self.schedule.check_length(self.steps)
+
+    def _check_validation(self) -> None:
+        if self.validate_every < 0:
+            raise ConfigError(f"stage {self.name!r}: validate_every is {self.validate_every}", "give steps, or 0")
+        if self.validate and not (self.validate_every or self.validate_first):
+            raise ConfigError(
+                f"stage {self.name!r}: validate names {', '.join(self.validate)}, but validate_every is 0 and "
+                "validate_first is false, so nothing is validated",
+                "set validate_every to a number of steps, or set validate = []",
+            )
+        if not self.validate and (self.validate_every or self.validate_first):
+            key = "validate_every" if self.validate_every else "validate_first"
+            raise ConfigError(
+                f"stage {self.name!r}: {key} is {getattr(self, key)}, but validate names no source",
+                f"name sources in validate, or remove {key}",
+            )
 
 
 def set_trainable_parts(model: nn.Module, parts: tuple[str, ...]) -> None:

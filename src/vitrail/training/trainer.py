@@ -5,79 +5,40 @@ functions of the step, so an interrupted run that resumes ends with the same wei
 """
 
 import contextlib
-import gc
 import hashlib
-import json
 import math
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import wait as wait_for_processes
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
-from vitrail.data.sampler import MixtureSampler, SampleReference
 from vitrail.devices import get_peak_flops
-from vitrail.errors import CheckpointError, ConfigError, TrainError, TrainingInterrupted, VitrailError
+from vitrail.errors import CheckpointError, ConfigError, TrainError, TrainingInterrupted
 from vitrail.nn import Block, disable_cudnn_attention
 from vitrail.nn.cuda_graphs import enable_cuda_graphs
 from vitrail.nn.parameters import FiniteCheck
 from vitrail.training import checkpoint, distributed
+from vitrail.training.batch_loader import BatchLoader
 from vitrail.training.checkpoint_writer import CheckpointWriter
 from vitrail.training.ema import EMA
 from vitrail.training.memory_errors import report_out_of_memory
+from vitrail.training.nonfinite_step import report_nonfinite_step
 from vitrail.training.optimizer import Optimizer
 from vitrail.training.prefetch import PrefetchIterator
 from vitrail.training.rank_monitor import RankMonitor, report_stopped_ranks
+from vitrail.training.run_summary import format_progress, get_memory_gb, summarize_run
 from vitrail.training.stage_config import StageConfig, set_trainable_parts
-from vitrail.training.task import Batch, MeteredTask, PreparedBatchTask, RandomizedSource, SampleSource, Task, TokenTask
+from vitrail.training.stop_signals import StopSignals
+from vitrail.training.task import Batch, MeteredTask, PreparedBatchTask, SampleSource, Task, TokenTask
 from vitrail.training.train_logger import TrainLogger
 
 SAVE_FAILED = 10**6  # larger than any signal number: a rank noticed that the last save failed
-
-
-class SampleDataset(Dataset):
-    """Dataset that reads samples in the order of the mixture."""
-
-    def __init__(self, order: MixtureSampler, sources: Mapping[str, SampleSource]):
-        self.order, self.sources = order, sources
-        self.randomized = {name for name, source in sources.items() if isinstance(source, RandomizedSource)}
-
-    def __getitem__(self, index: int) -> Any:
-        draw: SampleReference = self.order[index]
-        source = self.sources[draw.source]
-        if draw.source in self.randomized:
-            return source.sample(draw.item, (self.order.seed, index))  # type: ignore[attr-defined]
-        return source[draw.item]
-
-
-class _StepBatchSampler:
-    """Batch sampler: yields the sample indices of every micro-batch of the remaining steps."""
-
-    def __init__(self, of_step: Callable[[int], list[list[int]]], start: int, stop: int):
-        self.indices_of_step, self.start, self.stop = of_step, start, stop
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.start, self.stop):
-            yield from self.indices_of_step(step)
-
-
-def _init_worker(_worker: int) -> None:
-    """Make a dataloader worker ignore signals: the trainer finishes the step, saves, and stops the workers.
-
-    `gc.freeze` keeps the worker from freeing the parent's garbage, such as CUDA tensors, which would crash a forked
-    process.
-    """
-    gc.freeze()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
 
 
 class Trainer:
@@ -105,7 +66,7 @@ class Trainer:
                 f"stage {stage.name!r}: validate names {unknown[0]!r}, which is not a source",
                 f"sources: {', '.join(sources)}",
             )
-        self.order = MixtureSampler(stage.mixture, {name: len(s) for name, s in sources.items()}, seed)
+        self.loader = BatchLoader(stage, task, sources, seed, pin_memory=self.device.type == "cuda")
         model, alone = task.model, distributed.get_world_size() == 1
         model.to(self.device, torch.float32)
         set_trainable_parts(model, stage.trainable)
@@ -134,12 +95,11 @@ class Trainer:
         self.step = 0
         self._peak_flops = get_peak_flops(self.device, getattr(torch, stage.dtype))
         self._run_eagerly = bool(stage.compile)  # whether the first pass, which may initialize modules, is to come
-        self._stop_signal = 0  # number of the received signal
+        self._signals = StopSignals()
         self._writer: CheckpointWriter | None = None  # of the run in progress
         self._monitor: RankMonitor | None = None
         self._weight_check: FiniteCheck | None = None  # of the weights after the last step
-        self._dead_workers: list[str] = []
-        self._is_compiled, self._is_compiling = not stage.compile, False
+        self._is_compiled = not stage.compile
 
     # ---- training loop ------------------------------------------------------------------------------------------
 
@@ -154,7 +114,10 @@ class Trainer:
             return self._finalize_model()
         is_main = distributed.get_rank() == 0
         log = TrainLogger(self.folder, self.stage.name, self.step, self.stage.steps, self.quiet, is_main, self.loggers)
-        log.write_summary(self._summarize())
+        state_bytes = self._count_state_bytes()
+        log.write_summary(
+            summarize_run(self.stage, self.task.model, self.sources, self.device, self.folder, state_bytes)
+        )
         if self.step:
             log.write_message(f"resumed from step {self.step}")
         self.task.model.train()
@@ -168,12 +131,12 @@ class Trainer:
                 report_stopped_ranks(self._monitor),
                 enable_cuda_graphs(),
                 disable_cudnn_attention(),
-                self._handle_signals(),
-                self._report_dead_workers(),
+                self._signals.handle(),
+                self.loader.report_dead_workers(lambda: self.step),
                 self._writer,
                 self._prefetched_steps() as batches,
             ):
-                if self.step == 0 and self.stage.validate and self.stage.validate_first:
+                if self.step == 0 and self.stage.validate_first:
                     log.write_row(0, results := self.validate())
                     log.write_validation(0, results)
                 while self.step < self.stage.steps and not stop:
@@ -185,18 +148,20 @@ class Trainer:
                     if self.stage.validate_every and self.step % self.stage.validate_every == 0:
                         results = self.validate()
                     log.write_row(self.step, values | results)
-                    log.update_progress(_format_progress(values))
+                    log.update_progress(format_progress(values))
                     if results:
                         log.write_validation(self.step, results)
                     # Ranks may receive the signal, or notice a failed save, in different steps.
-                    stop = distributed.max_over_ranks(SAVE_FAILED if self._writer.has_failed else self._stop_signal)
+                    stop = distributed.max_over_ranks(
+                        SAVE_FAILED if self._writer.has_failed else self._signals.received
+                    )
                     if stop == SAVE_FAILED:
                         self._writer.wait()  # raises on all ranks
                     if self.step % self.stage.save_every == 0 or self.step == self.stage.steps or stop:
                         self._finish_weight_check()
                         log.flush()
                         self._save_checkpoint()
-            stop = distributed.max_over_ranks(self._stop_signal)  # a signal during the last save
+            stop = distributed.max_over_ranks(self._signals.received)  # a signal during the last save
         finally:
             log.close()
         if stop:
@@ -217,45 +182,6 @@ class Trainer:
             self.stage, self.device, self.step + 1, lambda: self._count_state_bytes() // ranks, ranks
         )
 
-    def _summarize(self) -> dict[str, str]:
-        """Return what will be trained, as rows of the summary."""
-        stage, model = self.stage, self.task.model
-        parameters = list(model.parameters())
-        trainable = [p for p in parameters if p.requires_grad]
-        weights = stage.mixture.weights
-        total = sum(weights.values())
-        data = (
-            f"{name} ({len(self.sources[name]):,} samples, {weight / total:.0%})" for name, weight in weights.items()
-        )
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
-        threads = torch.get_num_threads()
-        device = f"{self.device} ({name or f'{threads} thread' + 's' * (threads > 1)}), {stage.dtype}"
-        if (ranks := distributed.get_world_size()) > 1:
-            device = f"{ranks} × {device}"
-        rows = {
-            "model": f"{type(model).__name__}, {sum(p.numel() for p in parameters):,} parameters, "
-            f"{sum(p.numel() for p in trainable):,} trainable",
-            "data": ", ".join(data),
-            "device": device,
-            "memory": f"{self._count_state_bytes() / ranks / 1e9:.2f} GB for weights, gradients and optimizer state, "
-            "plus activations",
-            "steps": f"{stage.steps:,} steps of {stage.batch_size:,} samples",
-            "output": str(self.folder),
-        }
-        if stage.validate and (stage.validate_every or stage.validate_first):
-            names = ", ".join(f"{name} ({len(self.sources[name]):,} samples)" for name in stage.validate)
-            rows["validation"] = f"{names}, every {stage.validate_every:,} steps"
-        return rows
-
-    def _count_state_bytes(self) -> int:
-        """Return the bytes of weights, gradients, optimizer state and EMA, over all ranks."""
-        model = self.task.model
-        tensors = [*model.parameters(), *model.buffers(), *(p for p in model.parameters() if p.requires_grad)]
-        tensors += self.optimizer.state_dict().values()
-        if self.ema is not None:
-            tensors += self.ema.averages.values()
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     @contextlib.contextmanager
     def _report_compilation(self, log: TrainLogger) -> Iterator[None]:
         """Report the first compiled step and its duration. Ctrl-C during that step stops the run at once."""
@@ -264,7 +190,7 @@ class Trainer:
             yield
             return
         log.write_message(f"{self.stage.name}: compiling the model in step {self.step + 1}")
-        start, self._is_compiling = time.monotonic(), True
+        start, self._signals.interrupt = time.monotonic(), True
         try:
             with warnings.catch_warnings():
                 # After an interrupt, autograd would print the traceback of the forward pass as a warning.
@@ -276,7 +202,7 @@ class Trainer:
                 "start the same command again to resume",
             ) from None
         finally:
-            self._is_compiling = False
+            self._signals.interrupt = False
         self._is_compiled = True
         log.write_message(f"{self.stage.name}: compiled, step {self.step + 1} took {time.monotonic() - start:.1f} s")
 
@@ -308,7 +234,7 @@ class Trainer:
         micro, prepared, waited = next(batches)
         self._enter("exchanging batch counts")
         torch.manual_seed(_derive_seed(self.seed, self.step, distributed.get_rank()))
-        own = [bool(indices) for indices in self._own_indices(self.step)]  # a borrowed sample has weight 0
+        own = [bool(indices) for indices in self.loader.list_own_indices(self.step)]  # a borrowed sample has weight 0
         counts: dict[str, float] = {}
         for batch, weight in zip(micro, own, strict=True):
             for name, count in self.task.count_loss_terms(batch).items():
@@ -339,11 +265,14 @@ class Trainer:
         sums = distributed.sum_over_ranks(sums)
         means = {name: sums[name] / max(count, 1) for name, count in counts.items()}
         if not math.isfinite(norm) or not all(map(math.isfinite, means.values())):
-            self._report_nonfinite_step(micro, means, norm)
+            indices = self.loader.list_own_indices(self.step)
+            samples = [[self.loader.order[i]._asdict() for i in own] for own in indices]
+            report_nonfinite_step(self.folder, self.step + 1, micro, means, norm, self.optimizer, samples)
         scale = self.stage.schedule.lr_factor(self.step, self.stage.steps)
         self.optimizer.step(scale)
         self.optimizer.zero_grad()
-        self._weight_check = FiniteCheck(dict(self.task.model.named_parameters()) | self.optimizer.master_weights())
+        # A half-precision weight is the rounded master weight, and not finite if that one is not.
+        self._weight_check = FiniteCheck(dict(self.task.model.named_parameters()))
         if not self._defers_check:
             self._finish_weight_check(self.step + 1)
         if self.ema is not None:
@@ -356,7 +285,7 @@ class Trainer:
             "lr": self.stage.optim.lr * scale,
             "samples_per_s": self.stage.batch_size / spent,
             "wait": waited / spent,
-            "memory_gb": _get_memory_gb(self.device),
+            "memory_gb": get_memory_gb(self.device),
         }
         if isinstance(self.task, TokenTask):
             tokens = distributed.sum_over_ranks({"tokens": sum(map(self.task.count_tokens, prepared))})["tokens"]
@@ -409,20 +338,6 @@ class Trainer:
 
     # ---- data ---------------------------------------------------------------------------------------------------
 
-    def _own_indices(self, step: int) -> list[list[int]]:
-        """Return this rank's sample indices in each micro-batch of a step; empty if ranks outnumber samples."""
-        size = self.stage.batch_size // self.stage.gradient_accumulation_steps
-        first, rank, ranks = step * self.stage.batch_size, distributed.get_rank(), distributed.get_world_size()
-        return [
-            list(range(first + m * size + rank, first + (m + 1) * size, ranks))
-            for m in range(self.stage.gradient_accumulation_steps)
-        ]
-
-    def _read_indices(self, step: int) -> list[list[int]]:
-        """Return the indices this rank loads: its own, or one of the first rank, because every rank needs a batch."""
-        size = self.stage.batch_size // self.stage.gradient_accumulation_steps
-        return [ids or [step * self.stage.batch_size + m * size] for m, ids in enumerate(self._own_indices(step))]
-
     @contextlib.contextmanager
     def _prefetched_steps(self) -> Iterator[PrefetchIterator]:
         """Yield an iterator over the prepared batches of each step on the device."""
@@ -438,60 +353,23 @@ class Trainer:
             step += 1
             return sent
 
-        with contextlib.closing(self._iterate_batches()) as batches:
+        with contextlib.closing(self.loader.iterate_batches(self.step)) as batches:
             yield PrefetchIterator(
                 (distributed.fill_micro_batches(self.task, micro) for micro in batches), make, self.device
             )
 
-    def _iterate_batches(self) -> Generator[list[Batch], None, None]:
-        loader = DataLoader(
-            SampleDataset(self.order, self.sources),
-            batch_sampler=_StepBatchSampler(self._read_indices, self.step, self.stage.steps),  # pyrefly: ignore
-            worker_init_fn=_init_worker,
-            collate_fn=self.task.collate,
-            num_workers=self.stage.num_workers,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # its own generator: loading must not change the global random state
-        )
-        stream: Any = iter(loader)
-        try:
-            for _ in range(self.step, self.stage.steps):
-                yield [next(stream) for _ in range(self.stage.gradient_accumulation_steps)]
-        except Exception:
-            if workers := getattr(stream, "_workers", ()):  # the exit code of a worker comes after its pipes break
-                ended = wait_for_processes([worker.sentinel for worker in workers], timeout=1.0)
-                for worker in workers:
-                    worker.join(1.0 if worker.sentinel in ended else 0.0)
-            raise
-        finally:
-            if workers := getattr(stream, "_workers", ()):
-                self._dead_workers = [f"process {w.pid}, exit code {w.exitcode}" for w in workers if w.exitcode]
-                stream._shutdown_workers()
-                for worker in workers:
-                    worker.kill()  # a busy worker ignores the shutdown signal, see `_init_worker`
-                    worker.join()
-
-    @contextlib.contextmanager
-    def _report_dead_workers(self) -> Iterator[None]:
-        """Raise a clear error when a dataloader worker dies.
-
-        The death shows as an error of the dataloader, of a pipe or of shared memory, or in whatever the trainer was
-        doing. Whether a worker ended by itself is therefore checked for every error.
-        """
-        self._dead_workers = []
-        try:
-            yield
-        except VitrailError:
-            raise
-        except Exception as error:
-            if not self._dead_workers and "DataLoader worker" not in str(error):
-                raise
-            raise TrainError(
-                f"a dataloader worker died in step {self.step + 1}: {'; '.join(self._dead_workers) or error}",
-                "free memory or use fewer workers (stages.N.num_workers), and start the command again",
-            ) from error
-
     # ---- checkpoints and signals --------------------------------------------------------------------------------
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def _count_state_bytes(self) -> int:
+        """Return the bytes of weights, gradients, optimizer state and EMA, over all ranks."""
+        model = self.task.model
+        tensors = [*model.parameters(), *model.buffers(), *(p for p in model.parameters() if p.requires_grad)]
+        tensors += self.optimizer.state_dict().values()
+        if self.ema is not None:
+            tensors += self.ema.averages.values()
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def _tensor_groups(self) -> dict[str, Mapping[str, Tensor]]:
         groups: dict[str, Mapping[str, Tensor]] = {
@@ -539,31 +417,6 @@ class Trainer:
             self.ema.load_state_dict(groups["ema"])
         self.step = int(state["step"])
 
-    @contextlib.contextmanager
-    def _handle_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT: finish the step and save it. A second signal gets the default handling.
-
-        A signal during compilation stops the run at once, because compilation may take minutes.
-        """
-
-        def note(number: int, _frame: Any) -> None:
-            if self._is_compiling:
-                raise KeyboardInterrupt
-            self._stop_signal = number
-            signal.signal(number, old[number])
-
-        old: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            for number in old:
-                signal.signal(number, note)
-        except ValueError:  # not the main thread: handlers cannot be set and signals do not arrive
-            old = {}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-
     @property
     def _defers_check(self) -> bool:
         """Whether the next step starts before the result of the weight check is read, so that a GPU never waits."""
@@ -583,28 +436,6 @@ class Trainer:
         raise TrainError(
             f"step {self.step if step is None else step} made {where} NaN or infinite; {kept}",
             "lower the learning rate (stages.N.optim.lr) or max_grad_norm, and start a new run (another --out)",
-        )
-
-    def _report_nonfinite_step(self, micro: list[Batch], means: dict[str, float], norm: float) -> None:
-        """Raise for a step whose loss or gradient norm is not finite, after saving its batch for inspection."""
-        from safetensors.torch import save_file
-
-        draws = [[self.order[i]._asdict() for i in ids] for ids in self._own_indices(self.step)]
-        folder = self.folder / f"bad-step-{self.step + 1:08}"
-        if distributed.get_world_size() > 1:
-            folder /= f"rank-{distributed.get_rank()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        broken, trainable = self.optimizer.find_nonfinite_gradients(), len(self.optimizer.parameter_states)
-        report = {"losses": means, "grad_norm": norm, "broken gradients": broken, "samples": draws}
-        (folder / "samples.json").write_text(json.dumps(report, indent=1))
-        # Copies, because safetensors rejects tensors that share memory, as ids and targets often do.
-        copies = {f"{m}.{k}": v.clone().contiguous() for m, b in enumerate(micro) for k, v in b.items()}
-        save_file(copies, folder / "batch.safetensors")
-        raise TrainError(
-            f"NaN or infinite loss in step {self.step + 1}: losses {means}, gradient norm {norm}"
-            + (f", not finite in {len(broken)} of {trainable} parameters, last {broken[-1]}" if broken else "")
-            + f"; its batch is saved to {folder}",
-            "inspect the batch; correct the data, or lower the learning rate in a new run (another --out)",
         )
 
 
@@ -628,25 +459,3 @@ def _enable_gradient_checkpointing(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             module.forward = partial(recompute, module.forward, use_reentrant=False)
-
-
-def _get_memory_gb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-
-
-def _format_progress(values: dict[str, float]) -> dict[str, str]:
-    """Return the values that the progress bar or line shows."""
-    losses = {key.removeprefix("loss/"): value for key, value in values.items() if key.startswith("loss/")}
-    columns = {"loss": f"{values['loss']:.4g}"}
-    if len(losses) > 1:
-        columns |= {name: f"{value:.4g}" for name, value in losses.items()}
-    columns |= {"lr": f"{values['lr']:.2e}", "samples/s": f"{values['samples_per_s']:,.1f}"}
-    if "tokens_per_s" in values:
-        columns["tokens/s"] = f"{values['tokens_per_s']:,.0f}"
-    if "mfu" in values:
-        columns["mfu"] = f"{values['mfu']:.0%}"
-    return columns | {"wait": f"{values['wait']:.0%}", "mem": f"{values['memory_gb']:.1f}GB"}

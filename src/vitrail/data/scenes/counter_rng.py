@@ -5,19 +5,19 @@ Shapes: B batch size, … any further axes.
 
 import hashlib
 import math
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from vitrail.nn.kernels import HAS_TRITON
+
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴/φ as a signed integer; constants of splitmix64
-_FUSED = find_spec("triton") is not None
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 def random_bits(seed: int, index: Tensor, label: str, *shape: int) -> Tensor:
     """Return integers (B, …) with 32 random bits. Draws with different labels are independent."""
-    if index.is_cuda and not torch.compiler.is_compiling() and _FUSED:
+    if index.is_cuda and not torch.compiler.is_compiling() and HAS_TRITON:
         from vitrail.nn.kernels import random_bits
 
         return random_bits.random_bits(_hash_label(seed, label), index, math.prod(shape)).view(len(index), *shape)

@@ -14,7 +14,6 @@ Shapes: B scenes, O object slots, H × W pixels, L lines of windows, P pixels of
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,9 +34,9 @@ from vitrail.data.scenes.packed_pixels import (
 from vitrail.data.scenes.scene import GRID, SceneBatch
 from vitrail.data.scenes.sprite_textures import SpriteTextures
 from vitrail.errors import ImageError
+from vitrail.nn.kernels import HAS_TRITON
 
 CHUNK_PIXELS = {"cpu": 1 << 20, "cuda": 1 << 24}  # pixels per chunk
-_FUSED = find_spec("triton") is not None
 _MIN_TEXELS_PER_PIXEL = (
     4,
     3,
@@ -127,7 +126,7 @@ def _to_height_width(size: int | tuple[int, int]) -> tuple[int, int]:
 def _default_method(device: torch.device) -> RenderMethod | Literal["fused"]:
     if device.type == "cpu":
         return "windows"
-    return "fused" if _FUSED and device.type == "cuda" and not torch.compiler.is_compiling() else "everywhere"
+    return "fused" if HAS_TRITON and device.type == "cuda" and not torch.compiler.is_compiling() else "everywhere"
 
 
 def _iter_chunks(

@@ -116,6 +116,7 @@ GEMMA4 = ReleasedModel(
     },
 )
 FLORENCE2_SIDE = 64  # pixels
+MLA_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the only ones of vLLM's kernel for CPUs
 PHI_TURNS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 SQUARE = {"size": {"height": 56, "width": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -246,6 +247,14 @@ MODELS: dict[str, ReleasedModel] = {
         is_served=False,
         has_reference=False,
     ),
+    "openbmb/MiniCPM-Llama3-V-2_5": LLAMA3._replace(
+        tokens={"unk_token_id": "<unk>"},
+        more=("<image>", "</image>", "<slice>", "</slice>", *LLAMA3.more),
+        patch={"query_num": 4, "image_size": 56, "slice_config": {"scale_resolution": 56}},
+        patch_files={"preprocessor_config.json": {"scale_resolution": 56, "image_feature_size": 4}},
+        is_served=False,
+        has_reference=False,
+    ),
     "adept/fuyu-8b": ReleasedModel(
         more=("|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"),
         named={"bos": "|ENDOFTEXT|", "eos": "|ENDOFTEXT|"},
@@ -329,7 +338,7 @@ MODELS: dict[str, ReleasedModel] = {
         },
         is_served=False,
     ),
-    "deepseek-ai/DeepSeek-V3": ReleasedModel(vllm_patch={"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "deepseek-ai/DeepSeek-V3": ReleasedModel(vllm_patch=MLA_SIZES),
     "moonshotai/Kimi-K2.5": ReleasedModel(
         {"media_placeholder_token_id": "<|media_pad|>"},
         (
@@ -365,12 +374,20 @@ MODELS: dict[str, ReleasedModel] = {
     ),
 }
 
-DEFAULT_MODEL = ReleasedModel()
-DEFAULT_FAMILIES = (
-    *("gemma", "gemma3_text", "gemma4_text", "glm4", "ministral", "ministral3", "opt", "persimmon"),
-    *("deepseek_v2", "qwen3_5_text", "qwen3_5_moe_text"),
-)
-"""Language models without a released config."""
+DEFAULT_MODELS: dict[str, ReleasedModel] = {
+    "deepseek_v2": ReleasedModel(vllm_patch=MLA_SIZES),
+    "gemma": ReleasedModel(named=GEMMA_NAMED),
+    "gemma3_text": ReleasedModel(named=GEMMA_NAMED),
+    "glm4": ReleasedModel(),
+    "opt": ReleasedModel(),
+    "persimmon": ReleasedModel(),
+}
+"""Language models without a released config, by family: vLLM serves models with their class defaults."""
+
+
+def find_row(name: str) -> ReleasedModel:
+    """Return the row of a released model, or of a family."""
+    return MODELS[name] if name in MODELS else DEFAULT_MODELS[name]
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -515,7 +532,7 @@ def write_checkpoint(name: str, folder: Path, patch: JSON | None = None) -> Path
 
     `patch` are further changes to the shrunk config.json.
     """
-    row, files = (MODELS[name], RELEASED[name]) if name in MODELS else (DEFAULT_MODEL, build_default_files(name))
+    row, files = find_row(name), RELEASED[name] if name in RELEASED else build_default_files(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(row, row.template or find_template(files))
     tokenizer.save(folder)

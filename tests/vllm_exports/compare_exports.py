@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hub.shrunk_checkpoints import DEFAULT_MODEL, MODELS, find_family, write_checkpoint
+from hub.shrunk_checkpoints import DEFAULT_MODELS, MODELS, find_family, find_row, write_checkpoint
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder
 from vitrail.generate.sampling import GREEDY
@@ -130,7 +130,7 @@ def compare_model(name: str, python: str) -> dict[str, Any]:
     """Export a random checkpoint in the shape of a released model and compare its greedy tokens."""
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        row = MODELS.get(name, DEFAULT_MODEL)
+        row = find_row(name)
         released = write_checkpoint(name, scratch / "released", row.vllm_patch)
         model = hub.load(released)
         exported = scratch / "exported"
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--python", required=True, help="python of the environment of vLLM")
     given = parser.parse_args()
     failed = []
-    for name in given.models or [name for name, row in MODELS.items() if row.is_served]:
+    for name in given.models or [name for name, row in (MODELS | DEFAULT_MODELS).items() if row.is_served]:
         try:
             row = compare_model(name, given.python)
         except VLLMError as error:

@@ -375,7 +375,7 @@ MODELS: dict[str, ReleasedModel] = {
 }
 
 DEFAULT_MODELS: dict[str, ReleasedModel] = {
-    "deepseek_v2": ReleasedModel(vllm_patch=MLA_SIZES),
+    "deepseek_v2": ReleasedModel(patch={"num_experts_per_tok": 2}, vllm_patch=MLA_SIZES),
     "gemma": ReleasedModel(named=GEMMA_NAMED),
     "gemma3_text": ReleasedModel(named=GEMMA_NAMED),
     "glm4": ReleasedModel(),

@@ -200,7 +200,7 @@ def test_original_layout(tmp_path):
         ({"text_config": {"model_type": "mbart"}}, "mbart"),
         ({"text_config": {"d_model": 96}}, "projection_dim"),
         ({"vision_config": {"num_groups": [3, 4, 5, 6]}}, "does not divide"),
-        ({"vision_config": {"depths": [1, 1]}}, "layers is"),
+        ({"vision_config": {"depths": [1, 1]}}, "blocks is"),
         ({"vision_config": {"patch_padding": [0, 1, 1, 1]}}, "another grid"),
     ],
 )
@@ -273,7 +273,7 @@ def test_cost_of_the_tower():
     config = DaViTConfig(
         image_size=48,
         widths=(8, 12),
-        layers=(1, 2),
+        blocks=(1, 2),
         heads=(2, 3),
         groups=(4, 2),
         kernel_sizes=(7, 3),

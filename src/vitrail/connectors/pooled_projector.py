@@ -20,7 +20,10 @@ from vitrail.registry import CONNECTORS
 
 
 class PooledProjectorConfig(ConnectorConfig, tag="pooled_projector", tag_field="kind"):
-    """Config of a `PooledProjector`. `max_grid` is the number of learned positions of rows, and of columns."""
+    """Config of a `PooledProjector`.
+
+    max_grid  learned positions of rows, and of columns
+    """
 
     max_grid: PositiveInt = 50
     eps: float = 1e-5

@@ -25,10 +25,12 @@ class DaViTConfig(EncoderConfig, tag="davit", tag_field="kind"):
 
     image_size   native image size
     widths       channels
-    layers       pairs of a block with windows and one with channel attention
+    blocks       pairs of a block with windows and one with channel attention
     heads        attention heads within windows
     groups       groups of channels that attend to each other
-    kernel_sizes, strides, paddings  convolution before the blocks
+    kernel_sizes  sides of the convolution before the blocks
+    strides      of this convolution
+    paddings     of this convolution
     norm_first   whether a norm precedes this convolution, instead of following it
     window_size  side of attention windows in cells
     mlp_ratio    width of the MLPs, as a multiple of the channels
@@ -37,7 +39,7 @@ class DaViTConfig(EncoderConfig, tag="davit", tag_field="kind"):
 
     image_size: PositiveInt = 768
     widths: tuple[PositiveInt, ...] = (128, 256, 512, 1024)
-    layers: tuple[PositiveInt, ...] = (1, 1, 9, 1)
+    blocks: tuple[PositiveInt, ...] = (1, 1, 9, 1)
     heads: tuple[PositiveInt, ...] = (4, 8, 16, 32)
     groups: tuple[PositiveInt, ...] = (4, 8, 16, 32)
     kernel_sizes: tuple[PositiveInt, ...] = (7, 3, 3, 3)
@@ -61,7 +63,7 @@ class DaViTConfig(EncoderConfig, tag="davit", tag_field="kind"):
         return self.widths[-1]
 
     def __post_init__(self) -> None:
-        names = ("layers", "heads", "groups", "kernel_sizes", "strides", "paddings", "norm_first")
+        names = ("blocks", "heads", "groups", "kernel_sizes", "strides", "paddings", "norm_first")
         for name in names:
             if len(getattr(self, name)) != len(self.widths):
                 raise ConfigError(
@@ -167,7 +169,7 @@ class DaViT(nn.Module):
     def _make_blocks(self, stage: int) -> list[DaViTBlock]:
         config, block = self.config, self.config.block_config(stage)
         blocks = []
-        for _ in range(config.layers[stage]):
+        for _ in range(config.blocks[stage]):
             blocks += [
                 DaViTBlock(block, RelativePositionAttention(block, 0), config.window_size),
                 DaViTBlock(block, ChannelAttention(block.width, config.groups[stage], config.qkv_bias), 0),

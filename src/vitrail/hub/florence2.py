@@ -71,7 +71,7 @@ VISION_DEFAULTS: HFConfig = {
 }
 TOWER_KEYS = {  # of the tower's config → of vision_config
     "widths": "embed_dim",
-    "layers": "depths",
+    "blocks": "depths",
     "heads": "num_heads",
     "groups": "num_groups",
     "kernel_sizes": "patch_size",
@@ -288,7 +288,7 @@ def _pad_rows(native: str, hf: str, rows: int) -> TensorRule:
 
 def _build_tower_rules(tower: DaViTConfig) -> list[TensorRule]:
     rules = []
-    for stage, pairs in enumerate(tower.layers):
+    for stage, pairs in enumerate(tower.blocks):
         rules += rename_layer(f"convs.{stage}.conv", f"convs.{stage}.conv")
         rules += rename_layer(f"convs.{stage}.norm", f"convs.{stage}.norm")
         for i in range(2 * pairs):

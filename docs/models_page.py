@@ -158,9 +158,10 @@ def describe_serving(name: str, export: str) -> str:
 
 def list_refusals() -> Iterator[str]:
     """Yield the lines about exports that vLLM does not serve."""
-    yield from ("", "## Exports that vLLM does not serve", "", "Messages of vLLM 0.32 for CPUs.", "")
+    yield from ("", "## Exports that vLLM does not serve", "", "Messages of vLLM 0.32 for CPUs, or what differs.", "")
     yield from ("| family | vLLM |", "|---|---|")
-    rows = {find_family(name): row.vllm_reason for name, row in SHRUNK_MODELS.items() if row.vllm_reason}
+    models = SHRUNK_MODELS | DEFAULT_MODELS
+    rows = {find_family(name): row.vllm_reason for name, row in models.items() if row.vllm_reason}
     yield from (f"| `{name}` | {rows[name]} |" for name in sorted(rows))
 
 

@@ -316,7 +316,8 @@ MODELS: dict[str, ReleasedModel] = {
             "vision_lora": {"r": 4},
         },
         is_served=False,
-        vllm_reason="Following weights were not initialized from checkpoint: those of the audio encoder, which exports lack",
+        vllm_reason="Following weights were not initialized from checkpoint: those of the audio encoder, which no "
+        "export has",
         has_reference=False,
     ),
     "microsoft/Florence-2-large-ft": ReleasedModel(

@@ -19,7 +19,7 @@ from vitrail.processing.grid import Grid
 from vitrail.registry import CONNECTORS
 
 
-class PooledProjectorConfig(ConnectorConfig, tag="pooled_projector", tag_field="kind"):
+class PooledProjectorConfig(ConnectorConfig, tag="pooled-projector", tag_field="kind"):
     """Config of a `PooledProjector`.
 
     max_grid  learned positions of rows, and of columns
@@ -38,7 +38,7 @@ class PooledProjectorConfig(ConnectorConfig, tag="pooled_projector", tag_field="
         return 1 + count_features(grid)
 
 
-@CONNECTORS.register("pooled_projector")
+@CONNECTORS.register("pooled-projector")
 class PooledProjector(Connector[PooledProjectorConfig]):
     Config = PooledProjectorConfig
 

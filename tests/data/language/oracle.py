@@ -217,8 +217,8 @@ class Oracle:
     def answer_counting(self, objects, read):
         return str(self.count(objects, read["x"][1]))
 
-    def _absent(self, objects, read):
-        noun = read["x"][1]
+    def _absent(self, objects, read, name="x"):
+        noun = read[name][1]
         return None if any(confusable(o.output, noun) for o in objects) else f"There is no {noun} in the picture."
 
     def answer_colour(self, objects, read):
@@ -233,6 +233,9 @@ class Oracle:
         return self._absent(objects, read) or self.place(self.the(objects, read["x"]))
 
     def answer_relation(self, objects, read):
+        for name in "xy":
+            if none := self._absent(objects, read, name):
+                return none
         return "Yes" if self.neighbour(objects, read["x"], SIDES[read["r"]], read["y"]) else "No"
 
     def answer_inside(self, objects, read):
@@ -352,7 +355,7 @@ class Oracle:
         return all(self.the(objects, ("", read[s][1])).colour == read[s][0] for s in "xy")
 
     def prompt_is_true(self, kind, text, objects):
-        """By the letter of the prompt: what it names is there, so often or so coloured, and so it lies."""
+        """Check a prompt literally: the named things exist, in the stated number, colour and position."""
         texts = templates.DRAWING_PROMPT_KINDS[kind]
         read = self.parse_text(texts.train + texts.test + templates.EXTRA_TEMPLATES[f"draw_{kind}"], text)
         fits = {

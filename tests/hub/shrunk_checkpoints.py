@@ -67,6 +67,7 @@ def merge(table: JSON, changes: Mapping[str, Any]) -> JSON:
     return made
 
 
+BF16_ONLY = "AssertionError: CPU GDN attention requires BF16. (the comparison is in float32)"
 QWEN = ReleasedModel(
     {
         "vision_start_token_id": "<|vision_start|>",
@@ -188,8 +189,8 @@ MODELS: dict[str, ReleasedModel] = {
     "Qwen/Qwen2.5-VL-7B-Instruct": QWEN,
     "Qwen/Qwen3-VL-2B-Instruct": QWEN,
     "Qwen/Qwen3-VL-30B-A3B-Instruct": QWEN,
-    "Qwen/Qwen3.5-small": QWEN,
-    "Qwen/Qwen3.5-35B-A3B": QWEN,
+    "Qwen/Qwen3.5-small": QWEN._replace(is_served=False, vllm_reason=BF16_ONLY),
+    "Qwen/Qwen3.5-35B-A3B": QWEN._replace(is_served=False, vllm_reason=BF16_ONLY),
     "google/gemma-3-4b-it": ReleasedModel(
         {
             "boi_token_index": "<start_of_image>",
@@ -397,8 +398,11 @@ DEFAULT_MODELS: dict[str, ReleasedModel] = {
     "gemma": ReleasedModel(named=GEMMA_NAMED),
     "gemma3_text": ReleasedModel(named=GEMMA_NAMED),
     "glm4": ReleasedModel(),
+    "ministral": ReleasedModel(),
+    "ministral3": ReleasedModel(),
     "opt": ReleasedModel(),
     "persimmon": ReleasedModel(),
+    "qwen3_5_text": ReleasedModel(is_served=False, vllm_reason=BF16_ONLY),
 }
 """Language models without a released config, by family: vLLM serves models with their class defaults."""
 

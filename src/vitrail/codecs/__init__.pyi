@@ -1,10 +1,13 @@
 from vitrail.codecs.bit_packing import pack_ids as pack_ids
 from vitrail.codecs.bit_packing import unpack_ids as unpack_ids
+from vitrail.codecs.causal_video_codec import CausalVideoCodec as CausalVideoCodec
+from vitrail.codecs.causal_video_codec import CausalVideoCodecConfig as CausalVideoCodecConfig
 from vitrail.codecs.codec import Codec as Codec
 from vitrail.codecs.codec import CodecConfig as CodecConfig
 from vitrail.codecs.codec_tower import CodecTower as CodecTower
 from vitrail.codecs.codec_tower import CodecTowerConfig as CodecTowerConfig
 from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig as ConvAutoencoderConfig
+from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig as CosmosAutoencoderConfig
 from vitrail.codecs.discriminator import Discriminator as Discriminator
 from vitrail.codecs.discriminator import DiscriminatorConfig as DiscriminatorConfig
 from vitrail.codecs.image_sources import ImageResizeConfig as ImageResizeConfig

@@ -1,0 +1,169 @@
+"""Causal layers of video codecs: an output frame depends on input frames up to its own.
+
+Activations are (B, T, H, W, C), so that spatial convolutions are 2-D convolutions of channels-last frames and temporal
+convolutions are matrix products. With a `StreamCache`, a video is processed chunk by chunk: each layer keeps the frames
+that its next call needs, and the chunks together equal the whole video.
+
+Shapes: B batch, T frames, H, W positions, C channels, K kernel size over time.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class StreamCache(dict[nn.Module, Any]):
+    """What the causal layers of one encoder or decoder keep between chunks: layer → frames, keys or values.
+
+    max_frames  latest latent frames that temporal attention keeps; None for all, as without a cache
+    """
+
+    def __init__(self, max_frames: int | None = None):
+        super().__init__()
+        self.max_frames = max_frames
+
+
+def is_first_chunk(layer: nn.Module, cache: StreamCache | None) -> bool:
+    """Whether a layer has not processed a chunk of this stream yet."""
+    return cache is None or layer not in cache
+
+
+class SpatialConv(nn.Conv2d):
+    """2-D convolution of every frame of (B, T, H, W, C). `padding` is that of `nn.Conv2d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input.flatten(0, 1).permute(0, 3, 1, 2))
+        return y.permute(0, 2, 3, 1).unflatten(0, input.shape[:2])
+
+
+class TemporalConv(nn.Module):
+    """Causal convolution over time of (B, T, H, W, C). The first frame is repeated before the video.
+
+    weight (out, in, K), bias (out). A stride of 2 needs one frame less before the video.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1):
+        super().__init__()
+        self.stride, self.padding = stride, kernel_size - stride
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, kernel_size))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        bound = (in_channels * kernel_size) ** -0.5  # as nn.Conv3d initializes
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
+        if is_first_chunk(self, cache):
+            before = x[:, :1].expand(-1, self.padding, -1, -1, -1)
+        else:
+            assert cache is not None
+            before = cache[self]
+        x = torch.cat([before, x], 1)
+        if cache is not None:
+            cache[self] = x[:, x.shape[1] - self.padding :].clone()
+        K = self.weight.shape[2]
+        length = (x.shape[1] - K) // self.stride + 1
+        taps = [x[:, k : k + (length - 1) * self.stride + 1 : self.stride] for k in range(K)]
+        y = F.linear(taps[0], self.weight[:, :, 0], self.bias)
+        for k in range(1, K):
+            y = y + F.linear(taps[k], self.weight[:, :, k])
+        return y
+
+
+class FrameNorm(nn.GroupNorm):
+    """GroupNorm of each frame of (B, T, H, W, C)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input.flatten(0, 1).permute(0, 3, 1, 2))
+        return y.permute(0, 2, 3, 1).unflatten(0, input.shape[:2])
+
+
+class FactorizedConv(nn.Module):
+    """A 3 × 3 convolution of each frame, then a causal convolution over three frames."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.space = SpatialConv(in_channels, out_channels, 3, padding=1)
+        self.time = TemporalConv(out_channels, out_channels)
+
+    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
+        return self.time(self.space(x), cache)
+
+
+class FrameAttention(nn.Module):
+    """Attention with one head among the positions of a frame: x + attention(norm(x))."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = FrameNorm(1, width, eps=1e-6)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).flatten(2, 3)[:, :, None].chunk(3, -1)  # (B, T, 1, H·W, C)
+        y = F.scaled_dot_product_attention(q, k, v)[:, :, 0]
+        return x + self.out(y).unflatten(2, x.shape[2:4])
+
+
+class TemporalAttention(FrameAttention):
+    """Attention with one head of each position to the same position of this and earlier frames."""
+
+    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
+        B, T, H, W, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).permute(0, 2, 3, 1, 4).flatten(0, 2)[:, None].chunk(3, -1)  # (B·H·W, 1, T, C)
+        if not is_first_chunk(self, cache):
+            assert cache is not None
+            k, v = torch.cat([cache[self][0], k], 2), torch.cat([cache[self][1], v], 2)
+        total = k.shape[2]
+        window = total if cache is None or cache.max_frames is None else cache.max_frames
+        distance = torch.arange(total - T, total, device=x.device)[:, None] - torch.arange(total, device=x.device)
+        y = F.scaled_dot_product_attention(q, k, v, (distance >= 0) & (distance < window))
+        if cache is not None:
+            first = max(0, total - (window - 1)) if cache.max_frames is not None else 0
+            cache[self] = (k[:, :, first:].clone(), v[:, :, first:].clone()) if first else (k, v)
+        y = y[:, 0].unflatten(0, (B, H, W)).permute(0, 3, 1, 2, 4)
+        return x + self.out(y)
+
+
+# ---- wavelets ---------------------------------------------------------------------------------------------------
+
+
+def patch_haar(video: Tensor, patch_size: int) -> Tensor:
+    """Transform (B, T, H, W, C) into Haar subbands (B, T/p, H/p, W/p, C·p³), scaled by 1/(2√2) a level.
+
+    A level splits every channel into 8 subbands, low before high, over time, height and width.
+    """
+    for _ in range(patch_size.bit_length() - 1):
+        x = video
+        bands = [x]
+        for axis in (1, 2, 3):
+            pairs = [band.unflatten(axis, (-1, 2)).unbind(axis + 1) for band in bands]
+            bands = [half for a, b in pairs for half in ((a + b) * 0.5, (a - b) * 0.5)]
+        video = torch.cat(bands, -1)
+    return video
+
+
+def unpatch_haar(subbands: Tensor, patch_size: int) -> Tensor:
+    """Invert `patch_haar`."""
+    for _ in range(patch_size.bit_length() - 1):
+        bands = list(subbands.chunk(8, -1))
+        for axis in (3, 2, 1):
+            pairs = zip(bands[::2], bands[1::2], strict=True)
+            bands = [torch.stack([a + b, a - b], axis + 1).flatten(axis, axis + 1) for a, b in pairs]
+        subbands = bands[0]
+    return subbands
+
+
+def patch_pixels(video: Tensor, patch_size: int) -> Tensor:
+    """Cut (B, T, H, W, C) into patches of p³ pixels, (B, T/p, H/p, W/p, C·p³)."""
+    B, T, H, W, C = video.shape
+    p = patch_size
+    x = video.reshape(B, T // p, p, H // p, p, W // p, p, C)
+    return x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4)
+
+
+def unpatch_pixels(patches: Tensor, patch_size: int) -> Tensor:
+    """Invert `patch_pixels`."""
+    p = patch_size
+    x = patches.unflatten(4, (-1, p, p, p))  # (B, T, H, W, C, p, p, p)
+    return x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)

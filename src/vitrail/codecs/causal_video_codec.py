@@ -1,0 +1,163 @@
+"""Causal convolutional video codec: an encoder, a quantizer and a decoder, built from a config.
+
+An image is a video with one frame. A video of 1 + k·n frames has 1 + n latent frames, k the temporal factor. With a
+cache, a video is encoded or decoded chunk by chunk, with the values of the whole video.
+
+Shapes: B batch, T frames, C channels, H, W pixels, t, h, w latent frames and positions, d width of a code.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.codecs.causal_layers import StreamCache
+from vitrail.codecs.codec import BridgeKind, CodecModule, make_bridge
+from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig, CosmosDecoder, CosmosEncoder
+from vitrail.codecs.quantizers import QuantizerConfig, QuantizerOutput, make_quantizer
+from vitrail.codecs.video_codec import uint8_to_pixels
+from vitrail.config import Config
+from vitrail.errors import ConfigError, ImageError
+from vitrail.registry import MODELS
+
+
+class CausalVideoCodecConfig(Config):
+    """Config of a `CausalVideoCodec`. `net` configures the encoder and the decoder, `quantizer` the quantizer.
+
+    pre_quant, post_quant      projections before and after the quantizer: none or linear
+    latents_mean, latents_std  normalization of latents for diffusion models, one value for each channel, or for each
+                               channel and latent frame; the codec does not apply it
+    scaling_factor             factor that diffusion models apply to latents; the codec does not apply it
+    """
+
+    net: CosmosAutoencoderConfig
+    quantizer: QuantizerConfig
+    pre_quant: BridgeKind = "linear"
+    post_quant: BridgeKind = "linear"
+    latents_mean: tuple[float, ...] = ()
+    latents_std: tuple[float, ...] = ()
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.latents_mean) != len(self.latents_std) or len(self.latents_mean) % self.net.latent_channels:
+            raise ConfigError(
+                f"{len(self.latents_mean)} latents_mean and {len(self.latents_std)} latents_std do not fit "
+                f"{self.net.latent_channels} latent channels",
+                "give one of each for each channel, or for each channel and latent frame",
+            )
+
+
+class VideoCodecCache(NamedTuple):
+    """Stream caches of the encoder and the decoder."""
+
+    encoder: StreamCache
+    decoder: StreamCache
+
+
+@MODELS.register("causal-video-codec")
+class CausalVideoCodec(CodecModule):
+    """Causal video codec. Pixels are floats in −1 … 1 (see `uint8_to_pixels`)."""
+
+    Config = CausalVideoCodecConfig
+
+    def __init__(self, config: CausalVideoCodecConfig):
+        super().__init__()
+        self.config, net = config, config.net
+        self.quantizer = make_quantizer(config.quantizer)
+        self.encoder, self.decoder = CosmosEncoder(net), CosmosDecoder(net)
+        for name, kind, left, right in (
+            ("pre_quant", config.pre_quant, net.latent_channels, self.quantizer.dim),
+            ("post_quant", config.post_quant, self.quantizer.width, net.latent_channels),
+        ):
+            if kind == "none" and left != right:
+                raise ConfigError(
+                    f"{name} is 'none', but {left} channels do not match {right}",
+                    f"set {name} to 'linear', or use equal widths",
+                )
+        self.pre_quant_proj = make_bridge(config.pre_quant, net.latent_channels, self.quantizer.dim, None)
+        self.post_quant_proj = make_bridge(config.post_quant, self.quantizer.width, net.latent_channels, None)
+
+    # ---- properties ---------------------------------------------------------------------------------------------
+
+    @property
+    def downsample_factor(self) -> int:
+        """Pixels along a side of one code."""
+        return self.config.net.spatial_factor
+
+    @property
+    def temporal_factor(self) -> int:
+        """Frames of one latent frame, but for the first."""
+        return self.config.net.temporal_factor
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the training frames."""
+        return (self.config.net.image_size,) * 2
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.decoder.parameters()).device
+
+    def count_latent_frames(self, num_frames: int) -> int:
+        """Return the latent frames of a video. `num_frames` must be 1 + k·n."""
+        k = self.temporal_factor
+        if num_frames < 1 or (num_frames - 1) % k:
+            n = max(0, round((num_frames - 1) / k))
+            raise ImageError(
+                f"a video of {num_frames} frames does not divide into 1 + {k}·n frames",
+                f"use {1 + k * n} or {1 + k * (n + 1)} frames: cut the video, or repeat its last frame",
+            )
+        return 1 + (num_frames - 1) // k
+
+    def count_frames(self, num_latent_frames: int) -> int:
+        """Return the frames of a video of `num_latent_frames`."""
+        return 1 + self.temporal_factor * (num_latent_frames - 1)
+
+    def make_cache(self, max_frames: int | None = None) -> VideoCodecCache:
+        """Create empty caches for encoding and decoding chunk by chunk.
+
+        A chunk has 1 + k·n frames if it is the first and k·n frames otherwise; n latent frames when decoding. With
+        `max_frames`, temporal attention reads that many latest latent frames only, so that memory is bounded: values
+        differ from those of the whole video.
+        """
+        if max_frames is not None and max_frames < 1:
+            raise ConfigError(f"max_frames is {max_frames}", "use at least 1, or None")
+        return VideoCodecCache(StreamCache(max_frames), StreamCache(max_frames))
+
+    # ---- encoding and decoding ----------------------------------------------------------------------------------
+
+    def encode(self, video: Tensor, cache: VideoCodecCache | None = None) -> QuantizerOutput:
+        """Encode video (B, T, C, H, W) to codes (B, t, h, w, d) and ids (B, t, h, w)."""
+        self._check_video(video, cache)
+        features = self.encoder(video.movedim(2, -1), None if cache is None else cache.encoder)
+        return self.quantizer(self.pre_quant_proj(features))
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Look up the codes (B, t, h, w, d) of ids (B, t, h, w)."""
+        return self.quantizer.lookup(ids).to(next(self.decoder.parameters()).dtype)
+
+    def decode(self, codes: Tensor, cache: VideoCodecCache | None = None) -> Tensor:
+        """Decode codes (B, t, h, w, d) to video (B, T, C, H, W), not clamped."""
+        if codes.ndim != 5 or codes.shape[-1] != self.quantizer.width or not codes.shape[1]:
+            raise ImageError(
+                f"codes have shape {tuple(codes.shape)}", f"give codes of shape (B, t, h, w, {self.quantizer.width})"
+            )
+        return self.decoder(self.post_quant_proj(codes), None if cache is None else cache.decoder).movedim(-1, 2)
+
+    def to_pixels(self, frames: Tensor) -> Tensor:
+        """Convert uint8 of any shape to pixels in −1 … 1 on the codec's device, in its dtype."""
+        return uint8_to_pixels(frames, next(self.encoder.parameters()))
+
+    def _check_video(self, video: Tensor, cache: VideoCodecCache | None) -> None:
+        C, factor = self.config.net.channels, self.downsample_factor
+        if video.ndim != 5 or video.shape[2] != C or not video.shape[1]:
+            raise ImageError(f"video has shape {tuple(video.shape)}", f"give (B, T, {C}, H, W), at least 1 frame")
+        H, W = video.shape[3:]
+        if H % factor or W % factor or not H or not W:
+            near = " × ".join(str(max(1, round(side / factor)) * factor) for side in (H, W))
+            raise ImageError(
+                f"frames of {H} × {W} pixels do not divide into codes of {factor} × {factor} pixels",
+                f"resize them to {near}, or crop or pad them to multiples of {factor}",
+            )
+        # Every chunk but the first lacks the frame that is coded alone.
+        self.count_latent_frames(video.shape[1] + bool(cache and cache.encoder))

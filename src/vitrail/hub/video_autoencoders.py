@@ -1,0 +1,220 @@
+"""Causal video codecs of diffusers, import and export: AutoencoderKLCosmos."""
+
+import itertools
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from vitrail.codecs.causal_video_codec import CausalVideoCodec, CausalVideoCodecConfig
+from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig
+from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
+from vitrail.errors import CheckpointError
+from vitrail.hub.checkpoint_family import CheckpointFamily, build_round_trip_check
+from vitrail.hub.tensor_rules import TensorRule, add_prefix, fuse, rename, rename_layer, view
+from vitrail.registry import FAMILIES
+
+HFConfig = dict[str, Any]
+ChannelCount = Annotated[int, Meta(ge=1, le=2**20)]
+LevelWidths = Annotated[tuple[ChannelCount, ...], Meta(min_length=2, max_length=16)]
+
+
+class _CosmosSchema(msgspec.Struct):
+    """Schema of the config with the defaults of diffusers. Counts are bounded, because the files are untrusted."""
+
+    in_channels: ChannelCount = 3
+    out_channels: ChannelCount = 3
+    latent_channels: ChannelCount = 16
+    encoder_block_out_channels: LevelWidths = (128, 256, 512, 512)
+    decode_block_out_channels: LevelWidths = (256, 512, 512, 512)
+    attention_resolutions: tuple[int, ...] = (32,)
+    resolution: ChannelCount = 1024
+    num_layers: Annotated[int, Meta(ge=1, le=1000)] = 2
+    patch_size: Annotated[int, Meta(ge=1, le=64)] = 4
+    patch_type: str = "haar"
+    scaling_factor: float = 1.0
+    spatial_compression_ratio: Annotated[int, Meta(ge=1, le=1024)] = 8
+    temporal_compression_ratio: Annotated[int, Meta(ge=1, le=1024)] = 8
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+
+
+def _read_cosmos(hf_config: HFConfig) -> CausalVideoCodecConfig:
+    try:
+        settings = msgspec.convert({key: value for key, value in hf_config.items() if value is not None}, _CosmosSchema)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(str(error), "correct this key, as in the original config") from None
+    if settings.in_channels != settings.out_channels or settings.patch_type not in ("haar", "rearrange"):
+        raise CheckpointError(
+            f"in_channels {settings.in_channels}, out_channels {settings.out_channels}, "
+            f"patch_type {settings.patch_type!r}",
+            "equal channels, and the patch types haar and rearrange are supported",
+        )
+    resolutions = _list_resolutions(settings.resolution, settings.patch_size, len(settings.encoder_block_out_channels))
+    return CausalVideoCodecConfig(
+        net=CosmosAutoencoderConfig(
+            encoder_widths=settings.encoder_block_out_channels,
+            decoder_widths=settings.decode_block_out_channels,
+            layers=settings.num_layers,
+            latent_channels=settings.latent_channels,
+            spatial_factor=settings.spatial_compression_ratio,
+            temporal_factor=settings.temporal_compression_ratio,
+            patch_size=settings.patch_size,
+            wavelets=settings.patch_type == "haar",
+            attention_levels=tuple(i for i, side in enumerate(resolutions) if side in settings.attention_resolutions),
+            channels=settings.in_channels,
+            image_size=settings.resolution,
+        ),
+        quantizer=IdentityQuantizerConfig(dim=settings.latent_channels),
+        latents_mean=settings.latents_mean or (),
+        latents_std=settings.latents_std or (),
+        scaling_factor=settings.scaling_factor,
+    )
+
+
+def _list_resolutions(resolution: int, patch_size: int, num_widths: int) -> list[int]:
+    """Return the resolution of each level, the finest first."""
+    return [resolution // patch_size >> i for i in range(num_widths - 1)]
+
+
+def _write_cosmos(config: CausalVideoCodecConfig) -> HFConfig:
+    net, quantizer = config.net, config.quantizer
+    if not isinstance(quantizer, IdentityQuantizerConfig) or {config.pre_quant, config.post_quant} != {"linear"}:
+        raise CheckpointError("AutoencoderKLCosmos has continuous latents between two linear layers")
+    resolutions = _list_resolutions(net.image_size, net.patch_size, len(net.encoder_widths))
+    return {
+        "in_channels": net.channels,
+        "out_channels": net.channels,
+        "latent_channels": net.latent_channels,
+        "encoder_block_out_channels": list(net.encoder_widths),
+        "decode_block_out_channels": list(net.decoder_widths),
+        "attention_resolutions": [resolutions[i] for i in net.attention_levels],
+        "resolution": net.image_size,
+        "num_layers": net.layers,
+        "patch_size": net.patch_size,
+        "patch_type": "haar" if net.wavelets else "rearrange",
+        "scaling_factor": config.scaling_factor,
+        "spatial_compression_ratio": net.spatial_factor,
+        "temporal_compression_ratio": net.temporal_factor,
+        "latents_mean": list(config.latents_mean) or None,
+        "latents_std": list(config.latents_std) or None,
+    }
+
+
+# ---- tensor rules -----------------------------------------------------------------------------------------------
+
+
+def _build_cosmos_rules(config: CausalVideoCodecConfig) -> list[TensorRule]:
+    net, latent = config.net, config.net.latent_channels
+    pixels = net.channels * net.patch_size**3
+    encoder, decoder = net.encoder_widths, net.decoder_widths[::-1]
+    rules = [*_build_pointwise("pre_quant_proj", "quant_conv", latent, latent)]
+    rules += _build_pointwise("post_quant_proj", "post_quant_conv", latent, latent)
+    for side, widths, steps, outer, layers in (
+        ("encoder", encoder, net.encoder_steps, (pixels, latent), net.layers),
+        ("decoder", decoder, net.decoder_steps, (latent, pixels), net.layers + 1),
+    ):
+        up, top = side == "decoder", len(widths) - 2
+        own = [*_build_factorized("first", "conv_in", outer[0], widths[0]), *_build_norm("norm", "norm_out")]
+        own += _build_factorized("last", "conv_out", widths[-1], outer[1])
+        own += _build_middle(widths[0] if up else widths[-1])
+        for i, (before, after) in enumerate(itertools.pairwise(widths)):
+            block = f"{'up' if up else 'down'}_blocks.{i}"
+            has_attention = (top - i if up else i) in net.attention_levels
+            for j in range(layers):
+                at = j * (3 if has_attention else 1)
+                width = after if j else before
+                own += add_prefix(f"levels.{i}.{at}.", f"{block}.resnets.{j}.", _build_resnet(width, after))
+                if has_attention:
+                    own += _build_attention(f"levels.{i}.{at + 1}", f"{block}.attentions.{j}", after)
+                    own += _build_attention(f"levels.{i}.{at + 2}", f"{block}.temp_attentions.{j}", after)
+            if i < len(steps):
+                kind = "upsamplers" if up else "downsamplers"
+                own += add_prefix(f"steps.{i}.", f"{block}.{kind}.0.", _build_step(after, *steps[i], up))
+        rules += add_prefix(f"{side}.", f"{side}.", own)
+    return rules
+
+
+def _build_pointwise(native: str, hf: str, in_features: int, out_features: int) -> list[TensorRule]:
+    """Build the rules of a linear layer, which diffusers stores as a 1 × 1 × 1 convolution."""
+    shape = (out_features, in_features)
+    return [view(f"{native}.weight", f"{hf}.weight", shape, (*shape, 1, 1, 1)), rename(f"{native}.bias", f"{hf}.bias")]
+
+
+def _build_space(native: str, hf: str, in_channels: int, out_channels: int) -> list[TensorRule]:
+    kernel = (out_channels, in_channels, 3, 3)
+    weight = view(f"{native}.weight", f"{hf}.weight", kernel, (*kernel[:2], 1, 3, 3))
+    return [weight, rename(f"{native}.bias", f"{hf}.bias")]
+
+
+def _build_time(native: str, hf: str, width: int) -> list[TensorRule]:
+    weight = view(f"{native}.weight", f"{hf}.weight", (width, width, 3), (width, width, 3, 1, 1))
+    return [weight, rename(f"{native}.bias", f"{hf}.bias")]
+
+
+def _build_factorized(native: str, hf: str, in_channels: int, out_channels: int) -> list[TensorRule]:
+    space = _build_space(f"{native}.space", f"{hf}.conv_s", in_channels, out_channels)
+    return [*space, *_build_time(f"{native}.time", f"{hf}.conv_t", out_channels)]
+
+
+def _build_norm(native: str, hf: str) -> list[TensorRule]:
+    return rename_layer(native, f"{hf}.norm")
+
+
+def _build_resnet(in_channels: int, out_channels: int) -> list[TensorRule]:
+    rules = [*_build_norm("norm1", "norm1"), *_build_norm("norm2", "norm2")]
+    rules += _build_factorized("conv1", "conv1", in_channels, out_channels)
+    rules += _build_factorized("conv2", "conv2", out_channels, out_channels)
+    has_shortcut = in_channels != out_channels
+    return rules + (_build_pointwise("shortcut", "conv_shortcut", in_channels, out_channels) if has_shortcut else [])
+
+
+def _build_attention(native: str, hf: str, width: int) -> list[TensorRule]:
+    names, shape = [f"{hf}.to_{part}" for part in "qkv"], (width, width, 1, 1, 1)
+    return [
+        *_build_norm(f"{native}.norm", f"{hf}.norm"),
+        _fuse_kernels(f"{native}.qkv.weight", [f"{name}.weight" for name in names], shape),
+        fuse(f"{native}.qkv.bias", [f"{name}.bias" for name in names], [width] * 3),
+        *_build_pointwise(f"{native}.out", f"{hf}.to_out.0", width, width),
+    ]
+
+
+def _fuse_kernels(native: str, hf: list[str], shape: tuple[int, ...]) -> TensorRule:
+    """Fuse 1 × 1 × 1 convolutions into one matrix."""
+    fused = fuse(native, hf, [shape[0]] * len(hf))
+
+    def push(tensors: list[Any]) -> list[Any]:
+        return [part.reshape(shape) for part in fused.export(tensors)]
+
+    return TensorRule((native,), tuple(hf), lambda tensors: fused.load([part.flatten(1) for part in tensors]), push)
+
+
+def _build_middle(width: int) -> list[TensorRule]:
+    return [
+        *add_prefix("middle.0.", "mid_block.resnets.0.", _build_resnet(width, width)),
+        *_build_attention("middle.1", "mid_block.attentions.0", width),
+        *_build_attention("middle.2", "mid_block.temp_attentions.0", width),
+        *add_prefix("middle.3.", "mid_block.resnets.1.", _build_resnet(width, width)),
+    ]
+
+
+def _build_step(width: int, space: bool, time: bool, up: bool) -> list[TensorRule]:
+    if not space and not time:
+        return []
+    names = ("conv2", "conv1") if up else ("conv1", "conv2")
+    rules = _build_space("space", names[0], width, width) if space else []
+    rules += _build_time("time", names[1], width) if time else []
+    return rules + _build_pointwise("out", "conv3", width, width)
+
+
+AUTOENCODER_COSMOS = CheckpointFamily(
+    "AutoencoderKLCosmos",
+    CausalVideoCodec,
+    _read_cosmos,
+    _write_cosmos,
+    build_round_trip_check(_read_cosmos, _write_cosmos),
+    _build_cosmos_rules,
+    config_key="_class_name",
+    weights_stem="diffusion_pytorch_model",
+)
+FAMILIES.register("AutoencoderKLCosmos", AUTOENCODER_COSMOS)

@@ -1,0 +1,155 @@
+"""Causal video codec: causality, streaming, wavelets, frame arithmetic and errors."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import randomize
+from vitrail.codecs import CausalVideoCodec, CausalVideoCodecConfig, CosmosAutoencoderConfig
+from vitrail.codecs.causal_layers import patch_haar, patch_pixels, unpatch_haar, unpatch_pixels
+from vitrail.codecs.quantizers import FSQConfig
+from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
+from vitrail.errors import ConfigError, ImageError
+
+NET = {"encoder_widths": (8, 8, 12), "decoder_widths": (8, 8, 12), "layers": 1, "latent_channels": 4, "image_size": 16}
+FACTORS = [
+    {"spatial_factor": 4, "temporal_factor": 4, "patch_size": 4},
+    {"spatial_factor": 4, "temporal_factor": 2, "patch_size": 2},
+    {"spatial_factor": 2, "temporal_factor": 2, "patch_size": 2, "attention_levels": (1,), "wavelets": False},
+    {
+        "spatial_factor": 8,
+        "temporal_factor": 8,
+        "patch_size": 4,
+        "encoder_widths": (4, 4, 8, 8),
+        "decoder_widths": (4, 4, 8, 8),
+    },
+]
+
+
+def make_codec(discrete: bool = False, **net) -> CausalVideoCodec:
+    torch.manual_seed(0)
+    config = CausalVideoCodecConfig(
+        net=CosmosAutoencoderConfig(**NET | net),
+        quantizer=FSQConfig(levels=(5, 4, 3)) if discrete else IdentityQuantizerConfig(dim=4),
+    )
+    return randomize(CausalVideoCodec(config), spread=0.3).eval()
+
+
+def make_video(codec: CausalVideoCodec, latent_frames: int, batch: int = 1) -> torch.Tensor:
+    side = codec.downsample_factor
+    return torch.rand(batch, codec.count_frames(latent_frames), 3, 2 * side, side) * 2 - 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("net", FACTORS)
+def test_later_frames_change_no_earlier_latent(net):
+    codec = make_codec(**net)
+    video = make_video(codec, 4)
+    codes = codec.encode(video).codes
+    for n in range(4):
+        changed = video.clone()
+        changed[:, codec.count_frames(n) if n else 0 :] = torch.rand(())
+        again = codec.encode(changed).codes
+        assert torch.equal(again[:, :n], codes[:, :n])
+        assert not torch.equal(again[:, n], codes[:, n])
+    pixels = codec.decode(codes)
+    assert pixels.shape == video.shape
+    codes[:, 2:] += 1
+    again = codec.decode(codes)
+    assert torch.equal(again[:, : codec.count_frames(2)], pixels[:, : codec.count_frames(2)])
+    assert not torch.equal(again[:, codec.count_frames(2)], pixels[:, codec.count_frames(2)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("net", FACTORS)
+@pytest.mark.parametrize("discrete", [False, True])
+def test_chunks_equal_the_whole_video(net, discrete):
+    codec = make_codec(discrete, **net)
+    video = make_video(codec, 6, batch=2)
+    whole = codec.encode(video)
+    for cuts in ((1, 2, 3, 4, 5), (3,), (2, 5), ()):
+        bounds = [0, *cuts, 6]
+        cache, codes, pixels = codec.make_cache(), [], []
+        for start, end in itertools.pairwise(bounds):
+            frames = slice(codec.count_frames(start) if start else 0, codec.count_frames(end))
+            codes.append(codec.encode(video[:, frames], cache).codes)
+            pixels.append(codec.decode(whole.codes[:, start:end], cache))
+        torch.testing.assert_close(torch.cat(codes, 1), whole.codes, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat(pixels, 1), codec.decode(whole.codes), rtol=1e-4, atol=1e-4)
+    if discrete:
+        assert whole.ids is not None and torch.equal(codec.lookup(whole.ids), whole.codes)
+
+
+@torch.no_grad()
+def test_bounded_cache():
+    """A window of all frames changes nothing; a shorter one bounds the memory and changes later frames only."""
+    codec = make_codec(**FACTORS[1])
+    video, k = make_video(codec, 6), codec.temporal_factor
+    whole = codec.encode(video).codes
+    for window in (6, 2):
+        cache = codec.make_cache(window)
+        codes = [codec.encode(video[:, :1], cache).codes]
+        codes += [codec.encode(video[:, 1 + i * k : 1 + (i + 1) * k], cache).codes for i in range(5)]
+        kept = max(state[0].shape[2] for state in cache.encoder.values() if isinstance(state, tuple))
+        assert kept <= window
+        found = torch.cat(codes, 1)
+        torch.testing.assert_close(found[:, :window], whole[:, :window], rtol=1e-4, atol=1e-5)
+        assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5) == (window == 6)
+    with pytest.raises(ConfigError, match="max_frames is 0"):
+        codec.make_cache(0)
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4))
+@settings(max_examples=25)
+def test_patches_can_be_inverted(p, t, h, w, channels):
+    video = torch.randn(2, t * p, h * p, w * p, channels)
+    for forward, inverse in ((patch_haar, unpatch_haar), (patch_pixels, unpatch_pixels)):
+        patches = forward(video, p)
+        assert patches.shape == (2, t, h, w, channels * p**3)
+        torch.testing.assert_close(inverse(patches, p), video, rtol=1e-4, atol=1e-5)
+
+
+def test_a_constant_video_has_one_subband():
+    subbands = patch_haar(torch.full((1, 4, 4, 4, 3), 0.7), 4)
+    torch.testing.assert_close(subbands[..., :3], torch.full((1, 1, 1, 1, 3), 0.7))
+    assert not subbands[..., 3:].any()
+
+
+def test_frame_counts():
+    codec = make_codec(**FACTORS[0])
+    assert [codec.count_latent_frames(n) for n in (1, 5, 49)] == [1, 2, 13]
+    assert [codec.count_frames(n) for n in (1, 2, 13)] == [1, 5, 49]
+    with pytest.raises(ImageError, match=r"6 frames does not divide into 1 \+ 4·n frames.*\n?.*use 5 or 9"):
+        codec.encode(torch.zeros(1, 6, 3, 8, 8))
+    with pytest.raises(ImageError, match="frames of 8 × 9 pixels"):
+        codec.encode(torch.zeros(1, 5, 3, 8, 9))
+    with pytest.raises(ImageError, match="video has shape"):
+        codec.encode(torch.zeros(1, 5, 8, 8))
+    with pytest.raises(ImageError, match="codes have shape"):
+        codec.decode(torch.zeros(1, 2, 2, 2, 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temporal_factor": 3}, "temporal_factor is 3"),
+        ({"patch_size": 8}, "patch_size 8 does not fit"),
+        ({"decoder_widths": (8, 8)}, "differ in length"),
+        ({"spatial_factor": 32, "temporal_factor": 4}, "not enough for factors"),
+        ({"attention_levels": (2,)}, "do not all exist"),
+    ],
+)
+def test_invalid_configs_raise(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        CosmosAutoencoderConfig(**NET | FACTORS[0] | changes)
+
+
+def test_gradients_reach_every_parameter():
+    codec = make_codec(True, **FACTORS[3])
+    video = make_video(codec, 2)
+    pixels, quantized = codec(video)
+    ((pixels - video).square().mean() + sum(quantized.losses.values(), torch.zeros(()))).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in codec.parameters())

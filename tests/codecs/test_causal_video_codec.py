@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import randomize
-from vitrail.codecs import CausalVideoCodec, CausalVideoCodecConfig, CosmosAutoencoderConfig
+from vitrail.codecs import CausalVideoCodec, CausalVideoCodecConfig, CosmosAutoencoderConfig, WanAutoencoderConfig
 from vitrail.codecs.causal_layers import patch_haar, patch_pixels, unpatch_haar, unpatch_pixels
 from vitrail.codecs.quantizers import FSQConfig
 from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
@@ -29,10 +29,15 @@ FACTORS = [
 ]
 
 
+WAN = {"width": 4, "multipliers": (1, 2, 2), "layers": 1, "latent_channels": 4, "temporal_steps": (True, True)}
+FACTORS += [WAN, WAN | {"temporal_steps": (False, True), "resampled_shortcut": True, "patch_size": 2}]
+
+
 def make_codec(discrete: bool = False, **net) -> CausalVideoCodec:
     torch.manual_seed(0)
+    is_wan = "multipliers" in net
     config = CausalVideoCodecConfig(
-        net=CosmosAutoencoderConfig(**NET | net),
+        net=WanAutoencoderConfig(**net) if is_wan else CosmosAutoencoderConfig(**NET | net),
         quantizer=FSQConfig(levels=(5, 4, 3)) if discrete else IdentityQuantizerConfig(dim=4),
     )
     return randomize(CausalVideoCodec(config), spread=0.3).eval()
@@ -145,6 +150,19 @@ def test_frame_counts():
 def test_invalid_configs_raise(changes, message):
     with pytest.raises(ConfigError, match=message):
         CosmosAutoencoderConfig(**NET | FACTORS[0] | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temporal_steps": (True,)}, "1 temporal_steps do not fit 3 multipliers"),
+        ({"decoder_width": -1}, "decoder_width is -1"),
+        ({"decoder_width": 3, "multipliers": (1, 1, 1)}, "cannot be halved"),
+    ],
+)
+def test_invalid_configs_of_wan_raise(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        WanAutoencoderConfig(**WAN | changes)
 
 
 def test_gradients_reach_every_parameter():

@@ -20,3 +20,4 @@ from vitrail.codecs.token_file_writer import TokenFileWriter as TokenFileWriter
 from vitrail.codecs.video_codec import VideoCodec as VideoCodec
 from vitrail.codecs.video_codec import VideoCodecConfig as VideoCodecConfig
 from vitrail.codecs.vit_autoencoder import ViTAutoencoderConfig as ViTAutoencoderConfig
+from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig as WanAutoencoderConfig

@@ -54,14 +54,11 @@ class TemporalConv(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
-        if is_first_chunk(self, cache):
-            before = x[:, :1].expand(-1, self.padding, -1, -1, -1)
-        else:
-            assert cache is not None
-            before = cache[self]
-        x = torch.cat([before, x], 1)
-        if cache is not None:
-            cache[self] = x[:, x.shape[1] - self.padding :].clone()
+        x = prepend_frames(self, x, self.padding, cache)
+        return self.convolve(x)
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """Convolve frames that include those before the video."""
         K = self.weight.shape[2]
         length = (x.shape[1] - K) // self.stride + 1
         taps = [x[:, k : k + (length - 1) * self.stride + 1 : self.stride] for k in range(K)]
@@ -69,6 +66,47 @@ class TemporalConv(nn.Module):
         for k in range(1, K):
             y = y + F.linear(taps[k], self.weight[:, :, k])
         return y
+
+
+class CausalConv(nn.Module):
+    """Causal 3 × 3 × 3 convolution of (B, T, H, W, C). Two frames stand before the video: zeros, or the first frame.
+
+    weight (out, in, 3, 3, 3), bias (out).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, repeat_first: bool = False):
+        super().__init__()
+        self.repeat_first = repeat_first
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, 3, 3, 3))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        bound = (27 * in_channels) ** -0.5  # as nn.Conv3d initializes
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
+        x = prepend_frames(self, x, 2, cache, self.repeat_first)
+        B, T = x.shape[0], x.shape[1] - 2
+        taps = [x[:, k : k + T].flatten(0, 1).permute(0, 3, 1, 2) for k in range(3)]
+        y = F.conv2d(taps[0], self.weight[:, :, 0], self.bias, padding=1)
+        for k in (1, 2):
+            y = y + F.conv2d(taps[k], self.weight[:, :, k], padding=1)
+        return y.permute(0, 2, 3, 1).unflatten(0, (B, T))
+
+
+def prepend_frames(
+    layer: nn.Module, x: Tensor, count: int, cache: StreamCache | None = None, repeat_first: bool = True
+) -> Tensor:
+    """Put `count` frames before x: of the stream so far, else the first frame repeated, or zeros. Update the cache."""
+    if cache is not None and layer in cache:
+        before = cache[layer]
+    elif repeat_first:
+        before = x[:, :1].expand(-1, count, -1, -1, -1)
+    else:
+        before = x.new_zeros(x.shape[0], count, *x.shape[2:])
+    x = torch.cat([before, x], 1)
+    if cache is not None:
+        cache[layer] = x[:, x.shape[1] - count :].clone()
+    return x
 
 
 class FrameNorm(nn.GroupNorm):
@@ -91,12 +129,23 @@ class FactorizedConv(nn.Module):
         return self.time(self.space(x), cache)
 
 
-class FrameAttention(nn.Module):
-    """Attention with one head among the positions of a frame: x + attention(norm(x))."""
+class ChannelNorm(nn.Module):
+    """RMS norm over the channels of (…, C), computed as an L2 norm."""
 
     def __init__(self, width: int):
         super().__init__()
-        self.norm = FrameNorm(1, width, eps=1e-6)
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x.float(), dim=-1).to(x.dtype) * x.shape[-1] ** 0.5 * self.weight
+
+
+class FrameAttention(nn.Module):
+    """Attention with one head among the positions of a frame: x + attention(norm(x))."""
+
+    def __init__(self, width: int, norm: nn.Module | None = None):
+        super().__init__()
+        self.norm = FrameNorm(1, width, eps=1e-6) if norm is None else norm
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
@@ -123,6 +172,15 @@ class TemporalAttention(FrameAttention):
             cache[self] = (k[:, :, first:].clone(), v[:, :, first:].clone()) if first else (k, v)
         y = y[:, 0].unflatten(0, (B, H, W)).permute(0, 3, 1, 2, 4)
         return x + self.out(y)
+
+
+class CausalSequence(nn.ModuleList):
+    """Modules in sequence, which all receive the stream cache."""
+
+    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
+        for module in self:
+            x = module(x, cache)
+        return x
 
 
 # ---- wavelets ---------------------------------------------------------------------------------------------------

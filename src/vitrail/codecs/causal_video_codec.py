@@ -13,9 +13,10 @@ from torch import Tensor
 
 from vitrail.codecs.causal_layers import StreamCache
 from vitrail.codecs.codec import BridgeKind, CodecModule, make_bridge
-from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig, CosmosDecoder, CosmosEncoder
+from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig
 from vitrail.codecs.quantizers import QuantizerConfig, QuantizerOutput, make_quantizer
 from vitrail.codecs.video_codec import uint8_to_pixels
+from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig
 from vitrail.config import Config
 from vitrail.errors import ConfigError, ImageError
 from vitrail.registry import MODELS
@@ -30,7 +31,7 @@ class CausalVideoCodecConfig(Config):
     scaling_factor             factor that diffusion models apply to latents; the codec does not apply it
     """
 
-    net: CosmosAutoencoderConfig
+    net: CosmosAutoencoderConfig | WanAutoencoderConfig
     quantizer: QuantizerConfig
     pre_quant: BridgeKind = "linear"
     post_quant: BridgeKind = "linear"
@@ -64,9 +65,9 @@ class CausalVideoCodec(CodecModule):
         super().__init__()
         self.config, net = config, config.net
         self.quantizer = make_quantizer(config.quantizer)
-        self.encoder, self.decoder = CosmosEncoder(net), CosmosDecoder(net)
+        self.encoder, self.decoder = net.make_networks()
         for name, kind, left, right in (
-            ("pre_quant", config.pre_quant, net.latent_channels, self.quantizer.dim),
+            ("pre_quant", config.pre_quant, net.encoder_channels, self.quantizer.dim),
             ("post_quant", config.post_quant, self.quantizer.width, net.latent_channels),
         ):
             if kind == "none" and left != right:
@@ -74,7 +75,7 @@ class CausalVideoCodec(CodecModule):
                     f"{name} is 'none', but {left} channels do not match {right}",
                     f"set {name} to 'linear', or use equal widths",
                 )
-        self.pre_quant_proj = make_bridge(config.pre_quant, net.latent_channels, self.quantizer.dim, None)
+        self.pre_quant_proj = make_bridge(config.pre_quant, net.encoder_channels, self.quantizer.dim, None)
         self.post_quant_proj = make_bridge(config.post_quant, self.quantizer.width, net.latent_channels, None)
 
     # ---- properties ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.codecs.causal_layers import (
+    CausalSequence,
     FactorizedConv,
     FrameAttention,
     FrameNorm,
@@ -95,6 +96,15 @@ class CosmosAutoencoderConfig(Config, tag="cosmos", tag_field="kind"):
             )
 
     @property
+    def encoder_channels(self) -> int:
+        """Channels that the encoder returns."""
+        return self.latent_channels
+
+    def make_networks(self) -> tuple[nn.Module, nn.Module]:
+        """Build the encoder and the decoder."""
+        return CosmosEncoder(self), CosmosDecoder(self)
+
+    @property
     def num_spatial_steps(self) -> int:
         """Number of levels that halve the height and the width."""
         return (self.spatial_factor // self.patch_size).bit_length() - 1
@@ -172,15 +182,6 @@ class HybridUpsample(nn.Module):
             x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
             x = self.space(x) + x
         return self.out(x)
-
-
-class CausalSequence(nn.ModuleList):
-    """Modules in sequence, which all receive the stream cache."""
-
-    def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
-        for module in self:
-            x = module(x, cache)
-        return x
 
 
 def _make_level(in_channels: int, out_channels: int, layers: int, attention: bool) -> CausalSequence:

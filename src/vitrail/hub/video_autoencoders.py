@@ -1,14 +1,15 @@
-"""Causal video codecs of diffusers, import and export: AutoencoderKLCosmos."""
+"""Causal video codecs of diffusers, import and export: AutoencoderKLCosmos and AutoencoderKLWan."""
 
 import itertools
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from vitrail.codecs.causal_video_codec import CausalVideoCodec, CausalVideoCodecConfig
 from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig
-from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
+from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig, KLConfig
+from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig
 from vitrail.errors import CheckpointError
 from vitrail.hub.checkpoint_family import CheckpointFamily, build_round_trip_check
 from vitrail.hub.tensor_rules import TensorRule, add_prefix, fuse, rename, rename_layer, view
@@ -39,11 +40,38 @@ class _CosmosSchema(msgspec.Struct):
     latents_std: tuple[float, ...] | None = None
 
 
-def _read_cosmos(hf_config: HFConfig) -> CausalVideoCodecConfig:
+class _WanSchema(msgspec.Struct):
+    """Schema of the config with the defaults of diffusers."""
+
+    base_dim: ChannelCount = 96
+    decoder_base_dim: ChannelCount | None = None
+    z_dim: ChannelCount = 16
+    dim_mult: LevelWidths = (1, 2, 4, 4)
+    num_res_blocks: Annotated[int, Meta(ge=1, le=1000)] = 2
+    attn_scales: tuple[float, ...] = ()
+    temperal_downsample: tuple[bool, ...] = (False, True, True)
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+    is_residual: bool = False
+    in_channels: ChannelCount = 3
+    out_channels: ChannelCount = 3
+    patch_size: Annotated[int, Meta(ge=1, le=64)] | None = None
+    scale_factor_temporal: int = 4
+    scale_factor_spatial: int = 8
+
+
+SchemaT = TypeVar("SchemaT", _CosmosSchema, _WanSchema)
+
+
+def _parse_config(hf_config: HFConfig, kind: type[SchemaT]) -> SchemaT:
     try:
-        settings = msgspec.convert({key: value for key, value in hf_config.items() if value is not None}, _CosmosSchema)
+        return msgspec.convert({key: value for key, value in hf_config.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
         raise CheckpointError(str(error), "correct this key, as in the original config") from None
+
+
+def _read_cosmos(hf_config: HFConfig) -> CausalVideoCodecConfig:
+    settings = _parse_config(hf_config, _CosmosSchema)
     if settings.in_channels != settings.out_channels or settings.patch_type not in ("haar", "rearrange"):
         raise CheckpointError(
             f"in_channels {settings.in_channels}, out_channels {settings.out_channels}, "
@@ -79,6 +107,8 @@ def _list_resolutions(resolution: int, patch_size: int, num_widths: int) -> list
 
 def _write_cosmos(config: CausalVideoCodecConfig) -> HFConfig:
     net, quantizer = config.net, config.quantizer
+    if not isinstance(net, CosmosAutoencoderConfig):
+        raise CheckpointError(f"AutoencoderKLCosmos has no network of kind {type(net).__name__}")
     if not isinstance(quantizer, IdentityQuantizerConfig) or {config.pre_quant, config.post_quant} != {"linear"}:
         raise CheckpointError("AutoencoderKLCosmos has continuous latents between two linear layers")
     resolutions = _list_resolutions(net.image_size, net.patch_size, len(net.encoder_widths))
@@ -101,11 +131,76 @@ def _write_cosmos(config: CausalVideoCodecConfig) -> HFConfig:
     }
 
 
+def _read_wan(hf_config: HFConfig) -> CausalVideoCodecConfig:
+    settings = _parse_config(hf_config, _WanSchema)
+    patch = settings.patch_size or 1
+    channels, rest = divmod(settings.in_channels, patch**2)
+    if settings.in_channels != settings.out_channels or rest or settings.attn_scales:
+        raise CheckpointError(
+            f"in_channels {settings.in_channels}, out_channels {settings.out_channels}, patch_size {patch}, "
+            f"attn_scales {settings.attn_scales}",
+            "equal channels, a multiple of the patch, and attention in the middle only are supported",
+        )
+    net = WanAutoencoderConfig(
+        width=settings.base_dim,
+        decoder_width=settings.decoder_base_dim or 0,
+        multipliers=settings.dim_mult,
+        layers=settings.num_res_blocks,
+        latent_channels=settings.z_dim,
+        temporal_steps=settings.temperal_downsample,
+        resampled_shortcut=settings.is_residual,
+        patch_size=patch,
+        channels=channels,
+    )
+    if (settings.scale_factor_spatial, settings.scale_factor_temporal) != (net.spatial_factor, net.temporal_factor):
+        raise CheckpointError(
+            f"scale_factor_spatial {settings.scale_factor_spatial} and scale_factor_temporal "
+            f"{settings.scale_factor_temporal} contradict the levels, which give {net.spatial_factor} and "
+            f"{net.temporal_factor}",
+            "correct one of them",
+        )
+    return CausalVideoCodecConfig(
+        net=net,
+        quantizer=KLConfig(width=settings.z_dim),
+        latents_mean=settings.latents_mean or (),
+        latents_std=settings.latents_std or (),
+    )
+
+
+def _write_wan(config: CausalVideoCodecConfig) -> HFConfig:
+    net = config.net
+    if (
+        not isinstance(net, WanAutoencoderConfig)
+        or not isinstance(config.quantizer, KLConfig)
+        or {config.pre_quant, config.post_quant} != {"linear"}
+    ):
+        raise CheckpointError("AutoencoderKLWan has a KL bottleneck between two linear layers of Wan's networks")
+    pixels = net.channels * net.patch_size**2
+    return {
+        "base_dim": net.width,
+        "decoder_base_dim": net.decoder_width or None,
+        "z_dim": net.latent_channels,
+        "dim_mult": list(net.multipliers),
+        "num_res_blocks": net.layers,
+        "attn_scales": [],
+        "temperal_downsample": list(net.temporal_steps),
+        "latents_mean": list(config.latents_mean) or None,
+        "latents_std": list(config.latents_std) or None,
+        "is_residual": net.resampled_shortcut,
+        "in_channels": pixels,
+        "out_channels": pixels,
+        "patch_size": net.patch_size if net.patch_size > 1 else None,
+        "scale_factor_temporal": net.temporal_factor,
+        "scale_factor_spatial": net.spatial_factor,
+    }
+
+
 # ---- tensor rules -----------------------------------------------------------------------------------------------
 
 
 def _build_cosmos_rules(config: CausalVideoCodecConfig) -> list[TensorRule]:
     net, latent = config.net, config.net.latent_channels
+    assert isinstance(net, CosmosAutoencoderConfig)
     pixels = net.channels * net.patch_size**3
     encoder, decoder = net.encoder_widths, net.decoder_widths[::-1]
     rules = [*_build_pointwise("pre_quant_proj", "quant_conv", latent, latent)]
@@ -147,8 +242,9 @@ def _build_space(native: str, hf: str, in_channels: int, out_channels: int) -> l
     return [weight, rename(f"{native}.bias", f"{hf}.bias")]
 
 
-def _build_time(native: str, hf: str, width: int) -> list[TensorRule]:
-    weight = view(f"{native}.weight", f"{hf}.weight", (width, width, 3), (width, width, 3, 1, 1))
+def _build_time(native: str, hf: str, in_channels: int, out_channels: int | None = None) -> list[TensorRule]:
+    kernel = (in_channels if out_channels is None else out_channels, in_channels, 3)
+    weight = view(f"{native}.weight", f"{hf}.weight", kernel, (*kernel, 1, 1))
     return [weight, rename(f"{native}.bias", f"{hf}.bias")]
 
 
@@ -207,14 +303,79 @@ def _build_step(width: int, space: bool, time: bool, up: bool) -> list[TensorRul
     return rules + _build_pointwise("out", "conv3", width, width)
 
 
-AUTOENCODER_COSMOS = CheckpointFamily(
-    "AutoencoderKLCosmos",
-    CausalVideoCodec,
-    _read_cosmos,
-    _write_cosmos,
-    build_round_trip_check(_read_cosmos, _write_cosmos),
-    _build_cosmos_rules,
-    config_key="_class_name",
-    weights_stem="diffusion_pytorch_model",
+def _build_wan_rules(config: CausalVideoCodecConfig) -> list[TensorRule]:
+    net, latent = config.net, config.net.latent_channels
+    assert isinstance(net, WanAutoencoderConfig)
+    rules = _build_pointwise("pre_quant_proj", "quant_conv", 2 * latent, 2 * latent)
+    rules += _build_pointwise("post_quant_proj", "post_quant_conv", latent, latent)
+    encoder = list(zip(net.encoder_widths[:-1], net.encoder_widths[1:], strict=True))
+    for side, widths, steps in (
+        ("encoder", encoder, net.temporal_steps),
+        ("decoder", net.decoder_widths, net.temporal_steps[::-1]),
+    ):
+        up = side == "decoder"
+        middle, layers = widths[0][0] if up else widths[-1][1], net.layers + up
+        own = [*rename_layer("first", "conv_in"), *rename_layer("last", "conv_out")]
+        own += [_build_gamma("norm", "norm_out", widths[-1][1], 3)]
+        own += add_prefix("middle.0.", "mid_block.resnets.0.", _build_wan_resnet(middle, middle))
+        own += add_prefix("middle.1.", "mid_block.attentions.0.", _build_wan_attention(middle))
+        own += add_prefix("middle.2.", "mid_block.resnets.1.", _build_wan_resnet(middle, middle))
+        position = 0  # in the flat list of the encoder of Wan 2.1
+        for i, (before, after) in enumerate(widths):
+            for j in range(layers):
+                block = f"up_blocks.{i}.resnets.{j}." if up else f"down_blocks.{position}."
+                if net.resampled_shortcut and not up:
+                    block = f"down_blocks.{i}.resnets.{j}."
+                own += add_prefix(f"levels.{i}.blocks.{j}.", block, _build_wan_resnet(after if j else before, after))
+                position += 1
+            if i < len(steps):
+                block = f"up_blocks.{i}.upsamplers.0." if up else f"down_blocks.{position}."
+                if net.resampled_shortcut:
+                    block = f"up_blocks.{i}.upsampler." if up else f"down_blocks.{i}.downsampler."
+                step = rename_layer("space", "resample.1")
+                step += _build_time("time", "time_conv", after, 2 * after if up else after) if steps[i] else []
+                own += add_prefix(f"levels.{i}.step.", block, step)
+                position += 1
+        rules += add_prefix(f"{side}.", f"{side}.", own)
+    return rules
+
+
+def _build_gamma(native: str, hf: str, width: int, axes: int) -> TensorRule:
+    return view(f"{native}.weight", f"{hf}.gamma", (width,), (width, *(1,) * axes))
+
+
+def _build_wan_resnet(in_channels: int, out_channels: int) -> list[TensorRule]:
+    rules = [_build_gamma("norm1", "norm1", in_channels, 3), _build_gamma("norm2", "norm2", out_channels, 3)]
+    rules += [*rename_layer("conv1", "conv1"), *rename_layer("conv2", "conv2")]
+    has_shortcut = in_channels != out_channels
+    return rules + (_build_pointwise("shortcut", "conv_shortcut", in_channels, out_channels) if has_shortcut else [])
+
+
+def _build_wan_attention(width: int) -> list[TensorRule]:
+    return [
+        _build_gamma("norm", "norm", width, 2),
+        view("qkv.weight", "to_qkv.weight", (3 * width, width), (3 * width, width, 1, 1)),
+        rename("qkv.bias", "to_qkv.bias"),
+        view("out.weight", "proj.weight", (width, width), (width, width, 1, 1)),
+        rename("out.bias", "proj.bias"),
+    ]
+
+
+AUTOENCODER_COSMOS, AUTOENCODER_WAN = (
+    CheckpointFamily(
+        name,
+        CausalVideoCodec,
+        read,
+        write,
+        build_round_trip_check(read, write),
+        rules,
+        config_key="_class_name",
+        weights_stem="diffusion_pytorch_model",
+    )
+    for name, read, write, rules in [
+        ("AutoencoderKLCosmos", _read_cosmos, _write_cosmos, _build_cosmos_rules),
+        ("AutoencoderKLWan", _read_wan, _write_wan, _build_wan_rules),
+    ]
 )
 FAMILIES.register("AutoencoderKLCosmos", AUTOENCODER_COSMOS)
+FAMILIES.register("AutoencoderKLWan", AUTOENCODER_WAN)

@@ -118,7 +118,7 @@ def _render_section(section: Section, file: Path) -> Iterable[str]:
         raise DataError(f"{file} is not the table of a sweep: {error!r}", "write it again with vitrail sweep") from None
     sweep = sweeps.load_sweep(section.sweep)
     variants = [variant for variant in sweep.variants if any(key[0] == variant.name for key in rows)]
-    yield f"## {section.title}\n\n{section.notes}\n\n{_format_origin(file, data.get('origin', {}))}\n"
+    yield f"## {section.title}\n\n{section.notes}\n\n{format_origin(file, data.get('origin', {}))}\n"
     costs = {variant.name: _describe_cost(sweep.load_recipe(variant, sweep.seeds[0])) for variant in variants}
     for table in TABLES:
         shown = [column for column in table.columns if any(key[1:] == column[1:] for key in rows)]
@@ -129,8 +129,8 @@ def _render_section(section: Section, file: Path) -> Iterable[str]:
             (variant.name, *costs[variant.name], *_format_cells(variant.name, shown, rows)) for variant in variants
         ]
         lines += [(f"*{name}*", "", "", *_format_baselines(name, shown, rows)) for name in BASELINES]
-        yield f"### {table.title}\n\n{_render_table(head, lines)}"
-    yield _render_verdicts(section.sweep, file)
+        yield f"### {table.title}\n\n{render_table(head, lines)}"
+    yield render_verdicts(section.sweep, file)
 
 
 def _format_cells(variant: str, columns: Sequence[ColumnSpec], rows: dict[tuple[str, ...], Any]) -> list[str]:
@@ -184,7 +184,7 @@ def _describe_cost(recipe: Recipe) -> tuple[str, str]:
     return tokens, f"{trained / 1e6:.1f} M"
 
 
-def _render_verdicts(sweep: str, file: Path) -> str:
+def render_verdicts(sweep: str, file: Path) -> str:
     """Render the claims of a sweep whose scores exist."""
     values, found = read_results_file(file).values, []
     for claim in load_claims().values():
@@ -194,16 +194,16 @@ def _render_verdicts(sweep: str, file: Path) -> str:
     if not found:
         return ""
     lines = [(one.claim.description, one.mean_scores, str(one)) for one in found]
-    return f"### Claims\n\n{_render_table(('claim', 'scores', 'effect and verdict'), lines)}"
+    return f"### Claims\n\n{render_table(('claim', 'scores', 'effect and verdict'), lines)}"
 
 
-def _format_origin(file: Path, origin: dict[str, Any]) -> str:
+def format_origin(file: Path, origin: dict[str, Any]) -> str:
     command = [f"`{origin['command']}`"] if "command" in origin else []
     about = [*command, *(f"{label}{origin[key]}" for key, label in ORIGIN_LABELS.items() if key in origin)]
     note = f" Note: {origin['note']}." if "note" in origin else ""
     return f"[{file.name}](../results/{file.name}): {', '.join(about)}.{note}"
 
 
-def _render_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def render_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

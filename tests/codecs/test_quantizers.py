@@ -388,3 +388,22 @@ def test_continuous_and_kl():
 def test_invalid_configs_raise(make):
     with pytest.raises(ConfigError):
         make()
+
+
+def test_sign_codes_of_bsq_are_unit_codes_times_the_root_of_bits():
+    unit, sign = BSQ(bits=12, inv_temperature=3.0), BSQ(bits=12, inv_temperature=3.0, code_scale="sign")
+    x, weight = torch.randn(50, 12), torch.randn(50, 12)
+    found = []
+    for quantizer in (unit, sign):
+        y = x.clone().requires_grad_()
+        output = quantizer(y)
+        (output.codes * weight).sum().backward()
+        assert torch.equal(quantizer.lookup(output.ids), output.codes)
+        found.append((output, y.grad))
+    (a, a_grad), (b, b_grad) = found
+    assert torch.equal(a.ids, b.ids)
+    assert {*b.codes.unique().tolist()} == {-1.0, 1.0}
+    torch.testing.assert_close(b.codes, a.codes * 12**0.5)
+    torch.testing.assert_close(b_grad, a_grad * 12**0.5)
+    for name, loss in a.losses.items():
+        assert torch.equal(loss, b.losses[name])

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
@@ -29,6 +29,7 @@ from vitrail.lab.cost_ledger_tables import (
 from vitrail.lab.pass_timing import PassTiming, combine_device_specs, measure_device, time_passes
 from vitrail.lab.system_cost_tables import build_system_notes, build_system_tables
 from vitrail.lab.system_specs import SYSTEM_SPECS, get_system_cost
+from vitrail.lab.video_ledger import DEFAULT_FPS, QUESTION_TOKENS, VideoLedger, compute_video_ledger
 from vitrail.models.presets import ALL_VLM_PRESETS
 from vitrail.pipelines.base import MINI
 from vitrail.plots.charts import check_chart_path, save_chart
@@ -48,6 +49,8 @@ def print_ledger(
     device: Annotated[list[str] | None, Parameter(negative="")] = None,
     all: Annotated[bool, Parameter(negative="")] = False,
     measure: Annotated[bool, Parameter(negative="")] = False,
+    video: Annotated[bool, Parameter(negative="")] = False,
+    fps: float = DEFAULT_FPS,
     json: Path | None = None,
     out: Path | None = None,
 ) -> None:
@@ -62,6 +65,8 @@ def print_ledger(
     Example: vitrail ledger --all --json systems.json
 
     Example: vitrail ledger clip-b16 smollm2-135m --measure --context-length 128 --dtype float32
+
+    Example: vitrail ledger qwen2.5-vl-7b qwen3-vl-8b --video --image-size 640x360 --fps 1
 
     Parameters
     ----------
@@ -86,6 +91,11 @@ def print_ledger(
     measure
         Run the models with random weights on this machine, and show each pass beside its roofline time at the rates
         that the device reaches in the same run.
+    video
+        Show what a question about a video costs whose tokens fill a context of 8k, 32k and 256k, or of
+        --context-length: frames, FLOPs, time to the first token and cache. --image-size is the size of a frame.
+    fps
+        Frames per second of the video, which set its duration.
     json
         A JSON file for the ledgers.
     out
@@ -94,10 +104,16 @@ def print_ledger(
     check_writable(json)
     if all:
         input_options = {"context_length": context_length, "image_size": image_size, "num_images": num_images}
-        _reject_options("all", **input_options, batch_size=batch_size, measure=measure, out=out)
+        _reject_options("all", **input_options, batch_size=batch_size, measure=measure, video=video, fps=fps, out=out)
         _print_systems(names, device, dtype, json)
         return
     size = _parse_image_size(image_size)
+    if video:
+        _reject_options("video", num_images=num_images, batch_size=batch_size, measure=measure, out=out)
+        _print_video_ledgers(names, context_length, size, fps, dtype, list(dict.fromkeys(device or ["h200"])), json)
+        return
+    if fps != DEFAULT_FPS:
+        raise ConfigError("--fps sets the duration of a video", "add --video, or remove --fps")
     if measure:
         _reject_options("measure", num_images=num_images, device=device, out=out)
         _print_measurements(names, context_length or DEFAULT_CONTEXT_LENGTH, size, batch_size, dtype, json)
@@ -174,6 +190,47 @@ def _print_systems(names: list[str] | None, device: list[str] | None, dtype: str
     if json is not None:
         origins = {name: DEVICES[name]._asdict() for name in found[0].latency}
         write_json_with_origin(json, {"devices": origins, "systems": [one.to_dict() for one in found]})
+
+
+def _print_video_ledgers(
+    names: list[str] | None,
+    context_length: int | None,
+    frame_size: tuple[int, int],
+    fps: float,
+    dtype: str,
+    devices: Sequence[str],
+    json: Path | None,
+) -> None:
+    if not names:
+        raise ConfigError("--video needs a model that takes videos", "give presets or folders, such as qwen3-vl-2b")
+    settings: dict[str, Any] = {"frame_size": frame_size, "fps": fps, "dtype": dtype}
+    settings |= {} if context_length is None else {"context_lengths": (context_length,)}
+    models: dict[str, Any] = _load_configs(names)
+    ledgers = [
+        compute_video_ledger(model, name=name, device=device, **settings)
+        for name, model in models.items()
+        for device in devices
+    ]
+    print("\n\n".join(_format_video_ledger(one) for one in ledgers))
+    height, width = frame_size
+    print(
+        f"\nframes of {width} × {height} pixels at {fps:g} frames/s, a question of {QUESTION_TOKENS} tokens, {dtype}; "
+        "times are rooflines"
+    )
+    if json is not None:
+        origins = {name: DEVICES[name]._asdict() for name in devices}
+        write_json_with_origin(json, {"devices": origins, "videos": [one.to_dict() for one in ledgers]})
+
+
+def _format_video_ledger(ledger: VideoLedger) -> str:
+    head = ["tokens", "frames", "duration", "tokens/frame", *(f"{part} FLOPs" for part in ledger.costs[0].flops)]
+    rows = [[*head, "cache", "first token", "each further token"]]
+    for one in ledger.costs:
+        numbers = [f"{one.tokens:,}", f"{one.num_frames:,}", f"{one.seconds:,.0f} s", f"{one.frame_tokens:g}"]
+        numbers += [format_si(flops, "FLOP") for flops in one.flops.values()]
+        times = (format_si(time.roofline, "s") for time in (one.prefill, one.decode))
+        rows.append([*numbers, format_si(one.cache_bytes, "B"), *times])
+    return f"{ledger.name}, {ledger.device}\n{align_columns(rows)}"
 
 
 def _print_measurements(

@@ -19,7 +19,7 @@ from vitrail.data.language import (
     generate_questions,
 )
 from vitrail.data.language.question_generation import max_question_tokens
-from vitrail.data.language.templates import DRAWING_PROMPT_KINDS
+from vitrail.data.language.templates import DRAWING_PROMPT_KINDS, OPTIONAL_KINDS
 from vitrail.data.language.text_pieces import PieceTable, TokenTable
 from vitrail.data.named_images import NamedImageSource
 from vitrail.data.scene_annotations import build_scene_language
@@ -27,7 +27,7 @@ from vitrail.data.scenes.scene_source import SceneSource
 from vitrail.errors import ConfigError, suggest_name
 from vitrail.nn.cuda_graphs import CUDAGraphFunction
 
-QUESTION_KINDS = tuple(kind for kind in QA_DRAFTERS if kind not in ("caption_long", "grounding"))
+QUESTION_KINDS = tuple(kind for kind in QA_DRAFTERS if kind not in ("caption_long", "grounding", *OPTIONAL_KINDS))
 NAMING_QUESTIONS = ("what is this?", "what does the picture show?", "name what you see.", "which thing is drawn here?")
 
 

@@ -23,12 +23,12 @@ from vitrail.data.language import (
     generate_swap_pairs,
     measure_baselines,
 )
-from vitrail.data.language.templates import SWAP_KINDS
+from vitrail.data.language.templates import OPTIONAL_KINDS, SWAP_KINDS
 from vitrail.data.scenes.scene import COLOURS, GRID, SceneBatch
 from vitrail.data.scenes.scene_source import SceneSource
 from vitrail.errors import ConfigError
 
-QUESTION_KINDS = tuple(kind for kind in QA_DRAFTERS if not kind.startswith("caption"))
+QUESTION_KINDS = tuple(kind for kind in QA_DRAFTERS if not kind.startswith("caption") and kind not in OPTIONAL_KINDS)
 BATCH_SIZE = 256
 BALANCE_SCENES = 4096  # scenes used to balance the answers
 

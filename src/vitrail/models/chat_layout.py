@@ -240,7 +240,7 @@ def _build_video_parts(
             closing,
         ):  # they enclose each patch instead
             prefix, loss, next_start = prefix[:-1], loss[:-1], next_start + 1
-        labels = [format_timestamp(time) for time in frames.timestamps]
+        labels = [format_timestamp(time, config.rules.timestamps) for time in frames.timestamps]
     else:
         return [text_part(prefix, loss), clip], next_start
     first, learned = _append_text(prefix, loss, labels[0], tokenizer)

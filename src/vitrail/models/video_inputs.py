@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vitrail.data.formats.media_folders import VIDEO_SUFFIXES
 from vitrail.data.video_file import VideoFile, open_video
-from vitrail.encoders.packed_vit import PackedViTConfig
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.vlm_config import VLMConfig
 from vitrail.processing.anyres import AnyResPolicy
@@ -85,7 +84,7 @@ def read_video_frames(video: Video, config: VLMConfig) -> VideoFrames:
     tower, policy, films = config.tower, config.policy, config.resolved_video_sampling
     if films is None or not isinstance(policy, NativePolicy | TilesPolicy | AnyResPolicy | SplitPolicy):
         raise ConfigError(f"{type(tower).__name__} does not support videos", "give frames as images")
-    source, S = video.source, tower.temporal_patch_size if isinstance(tower, PackedViTConfig) else 1
+    source, S = video.source, config.frames_per_step
     merge = 1 if isinstance(policy, AnyResPolicy) else policy.merge_size
     opened = open_video(source) if isinstance(source, str | os.PathLike | bytes) else None
     times = np.asarray(video.timestamps, dtype=np.float64) if opened is None else opened.timestamps
@@ -108,7 +107,11 @@ def read_video_frames(video: Video, config: VLMConfig) -> VideoFrames:
             )
         # One size for all frames, so a long video is resized while it is decoded.
         height, width = films.frame_size(
-            len(frame_indices), *size, patch_size=policy.patch_size, merge_size=merge, temporal_patch_size=S
+            len(frame_indices),
+            *size,
+            patch_size=policy.patch_size,
+            merge_size=merge,
+            temporal_patch_size=S // config.temporal_pooling,
         )
         if films.uses_center_crop:
             image = CropPolicy(image_size=films.square_size, patch_size=1, resample=policy.resample).apply(image)[0]

@@ -47,6 +47,11 @@ def check_vlm_config(config: "VLMConfig") -> None:
             'use the model kind = "cross-attention-vlm"',
         )
     _check_video_sampling(config)
+    if config.temporal_pooling > 1 and not isinstance(config.tower, PackedViTConfig):
+        raise ConfigError(
+            f"temporal_pooling is {config.temporal_pooling}, but {type(config.tower).__name__} encodes single frames",
+            "use a packed tower, or set temporal_pooling = 1 and sample fewer frames",
+        )
     _check_tower(config)
     _check_stack(config)
     _check_reduce(config)

@@ -6,7 +6,7 @@ Shapes: D width of the tower, W width of the decoder.
 from typing import Any, Literal, Self, TypeAlias
 
 from vitrail.backbones.decoder import DecoderConfig
-from vitrail.config import Config
+from vitrail.config import Config, PositiveInt
 from vitrail.connectors import AnyConnectorConfig, FusedQueryConfig
 from vitrail.connectors.feature_layout import count_features
 from vitrail.connectors.feature_reduction import AnyReductionConfig, CellPoolingConfig
@@ -61,6 +61,7 @@ class VLMConfig(Config):
                           follows every row of an image but the last, which image_end follows (Pixtral). The token
                           image_newline is the newline of a policy with newlines (Molmo, Fuyu)
     video_sampling        which frames of a video are read, and at what size; None: the default of the model family
+    temporal_pooling      temporal patches of a video whose tokens are averaged; for packed towers
     """
 
     tower: AnyEncoderConfig
@@ -83,6 +84,7 @@ class VLMConfig(Config):
     rules: StreamRules = StreamRules()
     vision_token_ids: dict[str, int] = {}
     video_sampling: VideoSamplingConfig | None = None
+    temporal_pooling: PositiveInt = 1
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -177,10 +179,25 @@ class VLMConfig(Config):
     def count_connector_tokens(self, layout: VisualLayout) -> int:
         """Count the visual tokens that the connector gives, newlines included."""
         if isinstance(layout, Grid):
-            return layout.num_tokens + (layout.num_rows if self.has_row_tokens else 0)
+            return self.pool_grid(layout).num_tokens + (layout.num_rows if self.has_row_tokens else 0)
         if self.can_stitch_views(layout):
             return layout.num_tokens
         return sum(self.count_view_tokens(layout))
+
+    @property
+    def frames_per_step(self) -> int:
+        """Frames of a video whose tokens have one time: those of a temporal patch, times `temporal_pooling`."""
+        S = self.tower.temporal_patch_size if isinstance(self.tower, PackedViTConfig) else 1
+        return S * self.temporal_pooling
+
+    def pool_grid(self, grid: Grid) -> Grid:
+        """Return the grid of a video after temporal pooling; images do not change."""
+        if grid.t > 1 and grid.t % self.temporal_pooling:
+            raise ConfigError(
+                f"a video of {grid.t} temporal patches does not divide into groups of {self.temporal_pooling}",
+                f"repeat the last frame until it has a multiple of {self.frames_per_step} frames",
+            )
+        return grid if grid.t == 1 else grid.replace(t=grid.t // self.temporal_pooling)
 
     def can_stitch_views(self, layout: ImageLayout) -> bool:
         """Whether the connector keeps the grid, so that views can be stitched and rows can end with newlines.
@@ -239,7 +256,9 @@ class VLMConfig(Config):
         Each temporal patch lasts `seconds`.
         """
         is_stitched = isinstance(self.policy, AnyResPolicy) and not isinstance(layout, Grid)
-        if isinstance(layout, Grid) or (is_stitched and self.can_stitch_views(layout)):
+        if isinstance(layout, Grid):
+            return video_part(self.pool_grid(layout), seconds=seconds)
+        if is_stitched and self.can_stitch_views(layout):
             return video_part(layout, seconds=seconds)
         frames = len(layout.views)
         each = (
@@ -263,7 +282,7 @@ class VLMConfig(Config):
             newline_ids = (ids[0],) * (shape.num_rows - 1) + (ids[1],)
             return image_part(to_row_layout(shape, self.tower.patch_size), newline_id=newline_ids)
         if isinstance(shape, Grid):
-            return video_part(shape, seconds=seconds) if shape.t > 1 else image_part(shape)
+            return self.make_video_part(shape, seconds=seconds) if shape.t > 1 else image_part(shape)
         check_newlines(self, shape)
         if not self.can_stitch_views(shape) or self.connector.has_separators:
             return image_part(self.count_connector_tokens(shape))

@@ -99,11 +99,10 @@ class VLMVisionModel(nn.Module):
         if isinstance(self.tower, PackedViT):
             grids = [shape for shape in inputs.layouts if isinstance(shape, Grid)]
             *taps, last = self.tower.forward_layers(inputs.pixels, grids)  # (N, D) each
-            counts = [grid.num_tokens for grid in grids]
             depths = [_project_packed(stack, tap, grids) for stack, tap in zip(self.stack, taps, strict=True)]
             return VisionFeatures(
-                list(_project_packed(self.connector, last, grids).split(counts)),
-                [list(d.split(counts)) for d in depths],
+                self._pool_videos(_project_packed(self.connector, last, grids), grids),
+                [self._pool_videos(depth, grids) for depth in depths],
             )
         layouts = [shape for shape in inputs.layouts if isinstance(shape, ImageLayout)]
         views = [view for layout in layouts for view in layout.views]
@@ -128,6 +127,16 @@ class VLMVisionModel(nn.Module):
             covered_grids=[grid for own in grids if own is not None for grid in own] or None,
             patch_kinds=torch.cat([torch.from_numpy(own) for own in kinds]) if kinds else None,
         )
+
+    def _pool_videos(self, tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+        """Split the tokens (ΣM, W) of all items, and average adjacent temporal patches of videos."""
+        pooled = []
+        for grid, own in zip(grids, tokens.split([grid.num_tokens for grid in grids]), strict=True):
+            steps = self.config.pool_grid(grid).t
+            pooled.append(
+                own if steps == grid.t else own.unflatten(0, (steps, grid.t // steps, -1)).mean(1).flatten(0, 1)
+            )
+        return pooled
 
     def _arrange_images(self, tokens: Tensor, layouts: Sequence[ImageLayout]) -> list[Tensor]:
         """Order the visual tokens (V, M, W) of all views as the decoder reads them: (M', W) for each image."""

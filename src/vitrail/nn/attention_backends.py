@@ -71,7 +71,7 @@ def disable_cudnn_attention() -> Iterator[None]:
 
 def choose_backend(q: Tensor, k: Tensor, plan: AttentionPlan) -> str:
     """Return the name of the fastest backend for these tensors and this plan."""
-    if plan.is_maskless:
+    if plan.is_maskless or (plan.prefix_length and plan.causal_prefix):  # the mask of the rest is small
         return "sdpa"
     if plan.segment_lengths is not None and (q.device.type != "cuda" or (plan.spans is None and _varlen_runs(q))):
         return "packed"
@@ -130,11 +130,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
     if plan.is_maskless:
         return F.scaled_dot_product_attention(q, k, v, is_causal=plan.causal, enable_gqa=grouped).transpose(1, 2)
     sizes = q.shape[2], k.shape[2]
-    mask, empty = plan.mask(*sizes, q.device), plan.empty_query_mask(*sizes, q.device)
+    empty = plan.empty_query_mask(*sizes, q.device)
     if (n := plan.prefix_length) and sizes[0] == sizes[1] and empty is None:  # kernels without a mask are faster
-        first = F.scaled_dot_product_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], enable_gqa=grouped)
-        rest = F.scaled_dot_product_attention(q[:, :, n:], k, v, attn_mask=mask[:, :, n:], enable_gqa=grouped)
+        first = F.scaled_dot_product_attention(
+            q[:, :, :n], k[:, :, :n], v[:, :, :n], is_causal=plan.causal_prefix, enable_gqa=grouped
+        )
+        mask = plan.mask(*sizes, q.device, n)
+        rest = F.scaled_dot_product_attention(q[:, :, n:], k, v, attn_mask=mask, enable_gqa=grouped)
         return torch.cat([first.transpose(1, 2), rest.transpose(1, 2)], 1)
+    mask = plan.mask(*sizes, q.device)
     if empty is not None:
         mask = mask | empty  # CUDA kernels give NaN gradients for every key of a query without a visible key
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
@@ -157,6 +161,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         out = _varlen()(
             q, _repeat(k[None], H)[0], _repeat(v[None], H)[0], starts, key_starts, *sizes, window_size=window
         )[..., :width]
+    elif len({*plan.segment_lengths, *plan.key_segment_lengths}) == 1 and plan.spans is None:  # frames of one size
+        q, k, v = (x.unflatten(0, (len(plan.segment_lengths), -1)) for x in (q, k, v))
+        out = _sdpa(q, k, v, plan.segment_plans()[0])
     else:
         parts = q.split(plan.segment_lengths), k.split(plan.key_segment_lengths), v.split(plan.key_segment_lengths)
         segments = zip(*parts, plan.segment_plans(), strict=True)

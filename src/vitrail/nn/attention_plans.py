@@ -42,6 +42,7 @@ class AttentionPlan:
     window_limits_spans: bool = True  # whether the window limits attention inside of spans too
     shares_segment_zero: bool = False  # whether every segment can attend to segment 0
     prefix_length: int = 0  # leading tokens of every row that attend only to each other; given by the caller
+    causal_prefix: bool = False  # whether the prefix is causal; otherwise it is one bidirectional span
     query_slots: Tensor | None = None  # (B, Q): slot of each query among the keys, if not its own index
     segment_lengths: tuple[int, ...] | None = None  # of the segments, if they are contiguous
     key_segment_lengths: tuple[int, ...] | None = None
@@ -133,6 +134,7 @@ class AttentionPlan:
             window_limits_spans=self.window_limits_spans,
             shares_segment_zero=self.shares_segment_zero,
             prefix_length=self.prefix_length,
+            causal_prefix=self.causal_prefix,
             query_slots=move(self.query_slots),
             segment_lengths=self.segment_lengths,
             key_segment_lengths=self.key_segment_lengths,
@@ -155,19 +157,23 @@ class AttentionPlan:
             ok = ok & ((qs == ks) | (ks == 0) if self.shares_segment_zero else qs == ks)
         return ok
 
-    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return a boolean mask (B or 1, 1, Q, K), True where the query can attend to the key."""
-        return self._cache(("mask", queries, keys, device), lambda: self._build_mask(queries, keys, device))
+    def mask(self, queries: int, keys: int, device: torch.device, start: int = 0) -> Tensor:
+        """Return a boolean mask (B or 1, 1, Q − start, K), True where the query can attend to the key.
 
-    def _build_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        It has the queries from `start` on.
+        """
+        key = ("mask", queries, keys, device, start)
+        return self._cache(key, lambda: self._build_mask(queries, keys, device, start))
+
+    def _build_mask(self, queries: int, keys: int, device: torch.device, start: int) -> Tensor:
         tensors = (self.segments, self.key_segments, self.spans, self.key_spans)
         qs, ks, qp, kp = (None if x is None else x.to(device) for x in tensors)
         q = torch.arange(queries, device=device)[None] if self.query_slots is None else self.query_slots.to(device)
         k = torch.arange(keys, device=device)
-        rows = [None if x is None else x[:, :, None] for x in (qs, qp)]
+        rows = [None if x is None else x[:, start:, None] for x in (qs, qp)]
         columns = [None if x is None else x[:, None, :] for x in (ks, kp)]
-        mask = self.allows(q[:, :, None], k[None, None], rows[0], columns[0], rows[1], columns[1])
-        return mask.expand(-1, queries, keys)[:, None]
+        mask = self.allows(q[:, start:, None], k[None, None], rows[0], columns[0], rows[1], columns[1])
+        return mask.expand(-1, queries - start, keys)[:, None]
 
     def empty_query_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return a mask (B or 1, 1, Q, 1), True for queries without a visible key; None if every query sees itself."""

@@ -37,6 +37,7 @@ SCORE_LABELS = {
         "reading": "reading a word",
         "unanswerable_colour": "the colour of a thing that may be absent",
         "unanswerable_position": "the position of a thing that may be absent",
+        "unanswerable_relation": "how two things relate, of which one may be absent",
     },
     "naming": {"named": "correct names"},
 }

@@ -210,9 +210,10 @@ def build_internvl_template(conversation: str) -> str:
     return bind_variables(PRESETS["internvl"].source, INTERNVL_CONVERSATIONS[conversation])
 
 
-def build_ended_template(image_token: str, bos_token: str, eos_token: str) -> str:
-    """Return the `ended` template with the tokenizer's image, BOS and EOS tokens bound."""
+def build_ended_template(image_token: str, bos_token: str, eos_token: str, video_token: str | None = None) -> str:
+    """Return the `ended` template with the tokenizer's image, video, BOS and EOS tokens bound."""
     own = {"image": image_token, "before": "", "after": "", "bos_token": bos_token, "eos_token": eos_token}
+    own |= {} if video_token is None else {"video": video_token}
     return bind_variables(PRESETS["ended"].source, own)
 
 

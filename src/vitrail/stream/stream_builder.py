@@ -17,6 +17,7 @@ from vitrail.config import Config
 from vitrail.errors import ConfigError, StreamError, suggest_name
 from vitrail.stream.position_rules import POSITION_RULES, compute_part_positions
 from vitrail.stream.stream_parts import NEWLINE_FEED, TABLE_FEEDS, TOKEN_KINDS, Part
+from vitrail.stream.timestamps import TimestampStyle
 
 
 class StreamRules(Config):
@@ -28,6 +29,8 @@ class StreamRules(Config):
     vocab_size            if given, larger ids raise an error
     fill_id               id of placeholder tokens, which features replace
     tokens_per_second     scale of absolute time; 2 in every released Qwen2.5-VL
+    timestamps            style of the text before each temporal patch, for rules that write one: seconds (Qwen3-VL), or
+                          hms for hours, minutes and seconds
     """
 
     positions: str = "1d"
@@ -36,6 +39,7 @@ class StreamRules(Config):
     vocab_size: int | None = None
     fill_id: int = 0
     tokens_per_second: float = 2.0
+    timestamps: TimestampStyle = "seconds"
 
     def __post_init__(self) -> None:
         if self.positions not in POSITION_RULES:
@@ -53,6 +57,11 @@ class StreamRules(Config):
             )
         if self.tokens_per_second <= 0:
             raise ConfigError(f"StreamRules.tokens_per_second is {self.tokens_per_second}", "give a number above 0")
+        if self.timestamps != "seconds" and self.positions != "qwen3-vl":
+            raise ConfigError(
+                f"StreamRules.timestamps is {self.timestamps!r}, but positions {self.positions!r} writes no timestamps",
+                'set positions = "qwen3-vl", or remove timestamps',
+            )
 
 
 class FeatureSource(NamedTuple):

@@ -23,5 +23,7 @@ from vitrail.tasks.task_spec import TaskSpec as TaskSpec
 from vitrail.tasks.text_task import TextTask as TextTask
 from vitrail.tasks.unified_task import UnifiedSettings as UnifiedSettings
 from vitrail.tasks.unified_task import UnifiedTask as UnifiedTask
+from vitrail.tasks.video_qa_task import VideoQASettings as VideoQASettings
+from vitrail.tasks.video_qa_task import VideoQATask as VideoQATask
 from vitrail.tasks.vlm_task import VLMSettings as VLMSettings
 from vitrail.tasks.vlm_task import VLMTask as VLMTask

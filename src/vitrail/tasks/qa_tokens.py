@@ -123,10 +123,11 @@ def _trainable_fraction(modules: Sequence[nn.Module]) -> float:
     return sum(p.numel() for p in weights if p.requires_grad) / max(1, sum(p.numel() for p in weights))
 
 
-def to_chat_tokenizer(tokenizer: Tokenizer, image_token_id: int) -> Tokenizer:
+def to_chat_tokenizer(tokenizer: Tokenizer, image_token_id: int, video_token_id: int | None = None) -> Tokenizer:
     """Copy the tokenizer and set a chat template in which every turn ends with the end token and has no role prefix.
 
-    `image_token_id` must be a special token that has no other use.
+    `image_token_id` must be a special token that has no other use. Without `video_token_id` the template takes images
+    only.
     """
     bos = bos_ids(tokenizer)
     if (
@@ -142,7 +143,10 @@ def to_chat_tokenizer(tokenizer: Tokenizer, image_token_id: int) -> Tokenizer:
     chat_tokenizer = copy.copy(tokenizer)
     start = "".join(tokenizer.id_to_token(id) for id in bos)
     chat_tokenizer.chat_template = build_ended_template(
-        tokenizer.id_to_token(image_token_id), start, tokenizer.named_special_tokens["eos"]
+        tokenizer.id_to_token(image_token_id),
+        start,
+        tokenizer.named_special_tokens["eos"],
+        None if video_token_id is None else tokenizer.id_to_token(video_token_id),
     )
     return chat_tokenizer
 

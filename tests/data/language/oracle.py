@@ -217,8 +217,8 @@ class Oracle:
     def answer_counting(self, objects, read):
         return str(self.count(objects, read["x"][1]))
 
-    def _absent(self, objects, read):
-        noun = read["x"][1]
+    def _absent(self, objects, read, name="x"):
+        noun = read[name][1]
         return None if any(confusable(o.output, noun) for o in objects) else f"There is no {noun} in the picture."
 
     def answer_colour(self, objects, read):
@@ -233,6 +233,9 @@ class Oracle:
         return self._absent(objects, read) or self.place(self.the(objects, read["x"]))
 
     def answer_relation(self, objects, read):
+        for name in "xy":
+            if none := self._absent(objects, read, name):
+                return none
         return "Yes" if self.neighbour(objects, read["x"], SIDES[read["r"]], read["y"]) else "No"
 
     def answer_inside(self, objects, read):

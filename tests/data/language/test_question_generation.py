@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.language.question_outputs import everything
+from vitrail.data import qa, scene_annotations
 from vitrail.data.language import (
     QA_DRAFTERS,
     QA_KINDS,
@@ -119,6 +120,26 @@ def test_labels_and_answers_go_together(words, scenes, oracle):
         if valid:
             named = oracle.parse_text(QUESTION_KINDS["which"].train, question)["xy"[label]]
             assert answer == " ".join(filter(None, ("the", *named))), question
+
+
+def test_either_thing_of_an_unanswerable_relation_is_absent(words, scenes, oracle):
+    batch = scenes(0, many=2000)
+    output = generate_questions(words, batch, 0, "unanswerable_relation")
+    texts = QUESTION_KINDS["unanswerable_relation"]
+    absent = {"x": 0, "y": 0}
+    rows = output.valid.nonzero()[:, 0].tolist()
+    questions, answers = map(words.pieces.to_texts, (output.question, output.answer))
+    for row in rows:
+        if output.label[row] == 0:
+            read = oracle.parse_text(texts.train, questions[row])
+            names = [name for name in "xy" if answers[row] == f"There is no {read[name][1]} in the picture."]
+            assert len(names) == 1, (questions[row], answers[row])
+            absent[names[0]] += 1
+        else:
+            assert answers[row] in ("No", "Yes")
+    assert len(rows) > 300
+    assert min(absent.values()) > len(rows) / 5
+    assert "unanswerable_relation" not in {*qa.QUESTION_KINDS, *scene_annotations.QUESTION_KINDS}
 
 
 def test_boxes_of_grounding(words, scenes):

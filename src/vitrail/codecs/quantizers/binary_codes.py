@@ -59,11 +59,13 @@ class BinaryQuantizerConfig(Config):
 class BinaryQuantizer(Quantizer[C]):
     """Base class of quantizers with codes of ±s in every dimension. The first dimension is the highest bit of an id.
 
-    Subclasses set s as `code_value`, and the weight of the commitment loss.
+    Subclasses set s as `code_value`, and the weight of the commitment loss. The losses compare vectors with codes of
+    ±s; the decoder receives codes of ±`output_value`.
     """
 
     is_lattice = True
     code_value: float = 1.0
+    output_value: float = 1.0
     commit_weight: int = 1
 
     def __init__(self, config: C | None = None, **fields: Any):
@@ -83,21 +85,23 @@ class BinaryQuantizer(Quantizer[C]):
         with torch.autocast(x.device.type, enabled=False):
             signs = upcast(x) > 0  # before normalization, which may overflow
             z = self.normalize(upcast(x))
-            hard = self._codes(signs, z.dtype)
+            hard = _codes(signs, z.dtype, self.code_value)
             logits = 4 * c.inv_temperature * self.code_value * z.reshape(-1, self.dim)
             losses = {
                 "commit": mean_squared_error(z, hard) * self.commit_weight,
                 "entropy": entropy_loss(logits, c.entropy_group_size, c.diversity_weight, self.training),
             }
-            codes = apply_straight_through(z, hard).to(x.dtype)
+            outputs = _codes(signs, z.dtype, self.output_value)
+            codes = apply_straight_through(z * (self.output_value / self.code_value), outputs).to(x.dtype)
         return QuantizerOutput(codes, signs_to_ids(signs), losses)
 
     def lookup(self, ids: Tensor) -> Tensor:
         self.check_ids(ids)
-        return self._codes(ids_to_signs(ids, self.dim), torch.float32)
+        return _codes(ids_to_signs(ids, self.dim), torch.float32, self.output_value)
 
-    def _codes(self, signs: Tensor, kind: torch.dtype) -> Tensor:
-        return (signs.to(kind) * 2 - 1) * self.code_value
+
+def _codes(signs: Tensor, kind: torch.dtype, value: float) -> Tensor:
+    return (signs.to(kind) * 2 - 1) * value
 
 
 def signs_to_ids(signs: Tensor) -> Tensor:

@@ -89,21 +89,59 @@ def make_unanswerable_drafter(drafter: QADrafter) -> QADrafter:
 
     def draft(facts: SceneFacts, draws: LanguageRandom) -> QADraft:
         original = drafter(facts, draws)
-        candidates, fits = facts.sample_absent(draws, "popular")
-        missing = gather_slot(candidates, fits.int().argmax(1))
+        absent, has_absent = _sample_absent_phrase(facts, draws)
         is_present = draws.coin_flip("there")
         x = original.question_values["x"]
         assert isinstance(x, ObjectPhrase)
-        absent = ObjectPhrase(torch.zeros_like(missing), missing)
-        phrase = ObjectPhrase(*(torch.where(is_present > 0, a, b) for a, b in zip(x, absent, strict=True)))
-        plain = original.valid & (x.colour == 0) & ~facts.language.is_word[x.concept]  # as for absent objects
         label = is_present * (1 + original.label)
         return QADraft(
-            {"x": phrase},
+            {"x": _choose_phrase(is_present, x, absent)},
             label,
-            plain & fits.any(1),
+            original.valid & _is_plain(facts, x) & has_absent,
             {"x": absent, **original.answer_values},
             answer_template=is_present,
         )
 
     return draft
+
+
+def draft_unanswerable_relation(facts: SceneFacts, rng: LanguageRandom) -> QADraft:
+    """Draft a relation of two things; in half of the questions, the first or the second thing is absent.
+
+    Label 0 means absent, 1 no and 2 yes.
+    """
+    original = open_questions.draft_relation(facts, rng)
+    absent, has_absent = _sample_absent_phrase(facts, rng)
+    is_present, is_second = rng.coin_flip("there"), rng.coin_flip("second")
+    x, y = original.question_values["x"], original.question_values["y"]
+    assert isinstance(x, ObjectPhrase)
+    assert isinstance(y, ObjectPhrase)
+    label = is_present * (1 + original.label)
+    return QADraft(
+        {
+            "x": _choose_phrase(is_present | is_second, x, absent),
+            "y": _choose_phrase(is_present | 1 - is_second, y, absent),
+            "r": original.question_values["r"],
+        },
+        label,
+        original.valid & _is_plain(facts, x) & _is_plain(facts, y) & has_absent,
+        {"z": absent},
+        answer_template=label,
+    )
+
+
+def _sample_absent_phrase(facts: SceneFacts, draws: LanguageRandom) -> tuple[ObjectPhrase, Tensor]:
+    """Sample the name of a thing that is not in the scene, and return whether there is one (B,)."""
+    candidates, fits = facts.sample_absent(draws, "popular")
+    absent = gather_slot(candidates, fits.int().argmax(1))
+    return ObjectPhrase(torch.zeros_like(absent), absent), fits.any(1)
+
+
+def _choose_phrase(first: Tensor, a: ObjectPhrase, b: ObjectPhrase) -> ObjectPhrase:
+    """Return phrase `a` where `first` (B,) is positive, else `b`."""
+    return ObjectPhrase(*(torch.where(first > 0, left, right) for left, right in zip(a, b, strict=True)))
+
+
+def _is_plain(facts: SceneFacts, phrase: ObjectPhrase) -> Tensor:
+    """Whether a phrase is a thing's name without a colour, as the phrases of absent things are (B,)."""
+    return (phrase.colour == 0) & ~facts.language.is_word[phrase.concept]

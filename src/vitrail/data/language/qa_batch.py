@@ -14,10 +14,16 @@ from torch.nn.functional import pad
 from vitrail.data.language.compiled_templates import ObjectGroups, ObjectPhrase
 from vitrail.data.language.scene_facts import LanguageRandom
 from vitrail.data.language.scene_language import SceneLanguage
-from vitrail.data.language.templates import CAPTION_KINDS, FOLLOW_UP_KINDS, QUESTION_KINDS
+from vitrail.data.language.templates import CAPTION_KINDS, FOLLOW_UP_KINDS, OPTIONAL_KINDS, QUESTION_KINDS
 from vitrail.data.scenes.scene import TensorBatch
 
-QA_KINDS = (*QUESTION_KINDS, *CAPTION_KINDS, *FOLLOW_UP_KINDS)  # a kind's id is its index
+# A kind's id is its index.
+QA_KINDS = (
+    *(kind for kind in QUESTION_KINDS if kind not in OPTIONAL_KINDS),
+    *CAPTION_KINDS,
+    *FOLLOW_UP_KINDS,
+    *OPTIONAL_KINDS,
+)
 
 TemplateValues = dict[str, Tensor | ObjectPhrase | ObjectGroups]
 

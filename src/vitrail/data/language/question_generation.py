@@ -42,6 +42,7 @@ QA_DRAFTERS: dict[str, Callable[[SceneFacts, LanguageRandom], QADraft]] = {
     "grounding": open_questions.draft_grounding,
     "caption_short": scene_captions.draft_short_caption,
     "caption_long": scene_captions.draft_long_caption,
+    "unanswerable_relation": choice_questions.draft_unanswerable_relation,
 }
 
 #: kinds of questions in conversations; no two of them can ask the same question

@@ -32,8 +32,9 @@ def _add_options(stems: TemplateKind, form: str) -> TemplateKind:
     return TemplateKind(train, tuple(stem + format_options("", ")") for stem in stems.test), ("{letter l}",))
 
 
-def _add_absent_answer(kind: TemplateKind) -> TemplateKind:
-    return kind._replace(answers=("There is no {x} in the picture.", *kind.answers))
+def _add_absent_answer(kind: TemplateKind, absent: str = "x") -> TemplateKind:
+    """Return the kind with a first answer that rejects the question: the thing of this placeholder is absent."""
+    return kind._replace(answers=(f"There is no {{{absent}}} in the picture.", *kind.answers))
 
 
 _QUESTIONS, _EXTRA = _read_kinds("question"), _TABLES["extra"]
@@ -50,7 +51,10 @@ QUESTION_KINDS: dict[str, TemplateKind] = {
     "unanswerable_colour": _add_absent_answer(_QUESTIONS["colour"]),
     "unanswerable_position": _add_absent_answer(_QUESTIONS["position"]),
     "grounding": _QUESTIONS["grounding"],
+    "unanswerable_relation": _add_absent_answer(_QUESTIONS["relation"], "z"),
 }
+#: kinds that mixtures contain only by name, so that default mixtures stay the same for the same seed
+OPTIONAL_KINDS = ("unanswerable_relation",)
 FOLLOW_UP_KINDS = _read_kinds("follow_up")
 CAPTION_KINDS = _read_kinds("caption")
 SWAP_KINDS = _read_kinds("swap")
@@ -73,6 +77,7 @@ SENTENCE_KINDS: dict[str, TemplateKind] = {
 EXTRA_TEMPLATES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_EXISTENCE_KINDS, tuple(_EXTRA["existence"])),
     **{kind: tuple(_EXTRA[kind]) for kind in ("counting", "relation")},
+    "unanswerable_relation": tuple(_EXTRA["relation"]),
     **{
         f"draw_{kind}": tuple(
             f"{lead} {body}" for lead in _EXTRA["prompt_leads"] for body in _EXTRA["prompt_bodies"][texts]

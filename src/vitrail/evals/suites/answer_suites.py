@@ -18,6 +18,7 @@ SCENE_PAGE = {"page": "An HTML file for the scores, with right and wrong answers
 DEFAULT_KINDS = (
     "existence_random", "existence_popular", "existence_adversarial", "counting", "colour", "position", "relation",
     "what", "reading", "unanswerable_colour", "unanswerable_position",
+    "unanswerable_relation",
 )  # fmt: skip
 
 Reduction = Literal["vispruner", "visionzip", "pool"]

@@ -1,0 +1,45 @@
+"""`python -m experiments.video`: the tables of positions and timestamps of videos."""
+
+from pathlib import Path
+
+from cyclopts import App
+
+from vitrail.cli import main
+from vitrail.errors import ConfigError
+
+app = App(
+    name="python -m experiments.video",
+    help="Positions and timestamps of videos. `vitrail sweep video-time` trains the models.",
+    help_epilogue="Example: python -m experiments.video report",
+)
+
+
+@app.command(name="report", help_epilogue="Example: python -m experiments.video report")
+def write_video_page(
+    *, results: Path = Path("results/video-time.json"), out: Path = Path("docs/vlm-video-results.md")
+) -> None:
+    """Write the page of all variants from the results, and its chart beside it.
+
+    Parameters
+    ----------
+    results
+        The table of the sweep video-time.
+    out
+        The page to write.
+    """
+    from experiments.video.video_page import draw_length_chart, render_video_page
+    from vitrail.plots.charts import save_chart
+
+    chart = out.with_suffix(".svg")
+    text = render_video_page(results, chart.name)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}", "give another path with --out") from None
+    save_chart(draw_length_chart(results), chart)
+    print(out)
+
+
+if __name__ == "__main__":
+    main(app)

@@ -100,7 +100,7 @@ def test_agrees_with_diffusers(make, seed, tmp_path):
     rules = FAMILIES[type(theirs).__name__].tensor_rules(ours.config)
     for rule in rules:
         for name, grad in zip(rule.hf, rule.export([own[native] for native in rule.native]), strict=True):
-            assert (grad - gradients[name]).norm() <= 1e-3 * gradients[name].norm() + 1e-5, name
+            assert (grad - gradients[name]).norm() <= 1e-3 * gradients[name].norm() + 1e-4, name
     to_hf(ours, tmp_path / "ours")
     again = type(theirs).from_pretrained(tmp_path / "ours")
     assert settings_of(again) == settings_of(theirs)

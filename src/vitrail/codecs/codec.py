@@ -70,6 +70,7 @@ class CodecConfig(Config):
 class CodecModule(nn.Module):
     """Base class of codecs of images (`Codec`) and of videos (`VideoCodec`)."""
 
+    config: Config
     quantizer: Quantizer
 
     @property
@@ -86,6 +87,11 @@ class CodecModule(nn.Module):
     def vocab_sizes(self) -> tuple[int, ...]:
         """Number of values of each id of a code; empty if codes are continuous."""
         return self.quantizer.vocab_sizes
+
+    @property
+    def has_id_groups(self) -> bool:
+        """Whether ids have a group axis."""
+        return isinstance(self.quantizer, GroupedVQ | ResidualVQ)
 
     @property
     def bits_per_pixel(self) -> float:
@@ -157,11 +163,6 @@ class Codec(CodecModule):
     def image_size(self) -> tuple[int, int]:
         """Height and width of the images that the codec is trained for."""
         return self.config.net.image_size
-
-    @property
-    def has_id_groups(self) -> bool:
-        """Whether ids have a group axis."""
-        return isinstance(self.quantizer, GroupedVQ | ResidualVQ)
 
     @property
     def tower(self) -> ViT | None:
@@ -249,7 +250,7 @@ def make_bridge(kind: BridgeKind, in_features: int, out_features: int, final_fea
             return nn.Sequential(*first, *([] if final_features is None else [nn.Linear(out_features, final_features)]))
 
 
-def compute_codec_identity(codec: Codec) -> str:
+def compute_codec_identity(codec: CodecModule) -> str:
     """Hash everything that ids depend on: the config and all weights."""
     digest = hashlib.sha256(json.dumps(codec.config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(codec.state_dict().items()):

@@ -19,5 +19,10 @@ from vitrail.codecs.token_file import TokenFile as TokenFile
 from vitrail.codecs.token_file_writer import TokenFileWriter as TokenFileWriter
 from vitrail.codecs.video_codec import VideoCodec as VideoCodec
 from vitrail.codecs.video_codec import VideoCodecConfig as VideoCodecConfig
+from vitrail.codecs.video_token_file import VideoTokenFile as VideoTokenFile
+from vitrail.codecs.video_token_file import VideoTokenFileWriter as VideoTokenFileWriter
+from vitrail.codecs.video_tokenization import detokenize_videos as detokenize_videos
+from vitrail.codecs.video_tokenization import find_videos as find_videos
+from vitrail.codecs.video_tokenization import tokenize_videos as tokenize_videos
 from vitrail.codecs.vit_autoencoder import ViTAutoencoderConfig as ViTAutoencoderConfig
 from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig as WanAutoencoderConfig

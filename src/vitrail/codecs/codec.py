@@ -6,7 +6,7 @@ G id groups.
 
 import hashlib
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,17 @@ class CodecConfig(Config):
 class CodecModule(nn.Module):
     """Base class of codecs of images (`Codec`) and of videos (`VideoCodec`)."""
 
-    config: Config
+    config: Any
     quantizer: Quantizer
 
     @property
     def downsample_factor(self) -> int:
         """Pixels along a side of one code."""
+        raise NotImplementedError
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images or frames that the codec is trained for."""
         raise NotImplementedError
 
     @property

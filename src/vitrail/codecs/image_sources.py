@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vitrail.codecs.codec import Codec
+from vitrail.codecs.codec import CodecModule
 from vitrail.config import Config
 from vitrail.data.formats.media_folders import IMAGE_SUFFIXES
 from vitrail.data.shards.member_codecs import get_codec
@@ -40,7 +40,7 @@ class ImageResizeConfig(Config):
         if self.how != "cover" and self.size is not None:
             raise ConfigError(f"resize mode {self.how!r} does not take a size", 'remove size, or use "cover"')
 
-    def resolve_size(self, codec: Codec) -> "ImageResizeConfig":
+    def resolve_size(self, codec: CodecModule) -> "ImageResizeConfig":
         """Return a copy with its size set, checked against the codec's downsample factor."""
         if self.how != "cover":
             return self

@@ -16,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Self
 
@@ -151,6 +152,7 @@ class TokenFileIndex(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     offsets: bytes  # int64 offset of each record with ids
     names: list[str]
     errors: list[tuple[str, str]]
+    first_records: list[int] = msgspec.field(default_factory=list)  # for videos: number of the record of each
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -164,7 +166,6 @@ class TokenFileReader:
     """
 
     media: ClassVar[str]  # images or videos
-    index_type: ClassVar[type[TokenFileIndex]] = TokenFileIndex
 
     def __init__(self, path: str | Path, *, codec_identity: str | None = None):
         self.path = Path(path)
@@ -212,12 +213,7 @@ class TokenFileReader:
     # ---- reading bytes ------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        try:
-            if not self.path.is_file():
-                raise DataError(f"{self.path} is not a file", "give a file that `vitrail tokenize` wrote")
-            self._file = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror}", "check the path") from error
+        self._file = _open_file(self.path)
         self.header, first = read_header(self._file, self.path)
         if (self.header.video is not None) != (self.media == "videos"):
             other = "VideoTokenFile" if self.header.video is not None else "TokenFile"
@@ -239,7 +235,7 @@ class TokenFileReader:
         if CHECKSUM_STRUCT.pack(zlib.crc32(body)) != self._read_bytes(start + length, CHECKSUM_STRUCT.size):
             raise self._corruption_error("index")
         try:
-            self._index = msgspec.msgpack.decode(body, type=self.index_type)
+            self._index = msgspec.msgpack.decode(body, type=TokenFileIndex)
             self._offsets = np.frombuffer(self._index.offsets, "<i8")
         except (msgspec.DecodeError, ValueError):
             raise self._corruption_error("index") from None
@@ -370,7 +366,22 @@ def encode_trailer(start: int, length: int, digest: bytes) -> bytes:
     return TRAILER_STRUCT.pack(start, length, digest, check, END_MAGIC)
 
 
-def read_header(file: BinaryIO, path: Path) -> tuple[TokenFileHeader, int]:
+def read_token_file_header(path: str | Path) -> TokenFileHeader:
+    """Read the header of a token file of images or videos."""
+    with _open_file(Path(path)) as file:
+        return read_header(file, Path(path))[0]
+
+
+def _open_file(path: Path) -> FileIO:
+    try:
+        if not path.is_file():
+            raise DataError(f"{path} is not a file", "give a file that `vitrail tokenize` wrote")
+        return FileIO(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "check the path") from error
+
+
+def read_header(file: BinaryIO | FileIO, path: Path) -> tuple[TokenFileHeader, int]:
     """Read the header and the offset of the first record."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)

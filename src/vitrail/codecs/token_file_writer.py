@@ -55,7 +55,7 @@ class RecordWriter(Generic[R]):
         self.partial_path = self.path.with_name(f"{self.path.name}.partial")
         self.completed_names: list[str] = []
         self._known: set[str] = set()
-        self._index = self._make_index()
+        self._index = TokenFileIndex(b"", [], [])
         self._offsets: list[int] = []
         self._digest = hashlib.sha256()
         if self.path.exists():
@@ -97,9 +97,6 @@ class RecordWriter(Generic[R]):
             self.file.close()
 
     # ---- records ------------------------------------------------------------------------------------------------
-
-    def _make_index(self) -> TokenFileIndex:
-        return TokenFileIndex(b"", [], [])
 
     def _check_name(self, name: str) -> None:
         try:

@@ -23,7 +23,6 @@ from torch import Tensor
 from vitrail.codecs.token_file import (
     ImageSize,
     TokenFileHeader,
-    TokenFileIndex,
     TokenFileReader,
     VideoTokenSettings,
     is_size_covered,
@@ -70,10 +69,6 @@ class SegmentRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True,
     data: bytes
 
 
-class VideoFileIndex(TokenFileIndex):
-    first_records: list[int] = msgspec.field(default_factory=list)  # number of the record that describes each video
-
-
 class VideoTokens(NamedTuple):
     """Tokens of some frames of a video.
 
@@ -109,8 +104,7 @@ def count_latent_frames(num_frames: int, settings: VideoTokenSettings) -> int:
 class VideoTokenFile(TokenFileReader, Sequence["TokenizedVideo"]):
     """Read-only sequence of the videos of a token file, by index or name."""
 
-    media, index_type = "videos", VideoFileIndex
-    _index: VideoFileIndex
+    media = "videos"
 
     @property
     def settings(self) -> VideoTokenSettings:
@@ -312,7 +306,6 @@ class VideoTokenFileWriter(RecordWriter[VideoRecord | SegmentRecord]):
     """
 
     media, record_type = "videos", VideoRecord | SegmentRecord
-    _index: VideoFileIndex
 
     def __init__(self, path: str | Path, header: TokenFileHeader):
         if header.video is None:
@@ -393,9 +386,6 @@ class VideoTokenFileWriter(RecordWriter[VideoRecord | SegmentRecord]):
             f"{self.partial_path} was interrupted in {self._video.name!r}, {now}",
             "give the same videos as before, or remove the file",
         )
-
-    def _make_index(self) -> VideoFileIndex:
-        return VideoFileIndex(b"", [], [])
 
     def _remember(self, start: int, body: VideoRecord | SegmentRecord) -> None:
         if isinstance(body, SegmentRecord):

@@ -8,7 +8,7 @@ Shapes: H, W pixels, T frames of a chunk, t latent frames, h, w codes along a si
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -284,7 +284,7 @@ def plan_chunks(num_frames: int, settings: VideoTokenSettings) -> list[tuple[int
 
 def _read_frames(
     video: VideoFile, numbers: np.ndarray, num_before: int, resize: ImageResizeConfig, factor: int
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Yield resized frames, uint8 (3, H, W)."""
     count = num_before
     try:

@@ -4,11 +4,12 @@ Shapes: H, W pixels.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -40,14 +41,22 @@ class VideoWriter:
             context = self._stream.codec_context
             context.time_base, context.gop_size, context.max_b_frames = time_base, KEYFRAME_INTERVAL, 0
         self._time_base = time_base
+        self._durations: deque[int] = deque()  # of frames that the encoder has not returned yet
 
     def add(self, pixels: np.ndarray, pts: int, duration: int) -> None:
         """Add a frame that is displayed at `pts` for `duration`, in units of the time base."""
         av = require_av()
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
         frame.pts, frame.duration, frame.time_base = pts, duration, self._time_base
+        self._durations.append(duration)
+        self._encode(frame)
+
+    def _encode(self, frame: Any) -> None:
+        """Encode a frame, or None for the end, and write the packets that are complete."""
         with self._writing():
-            self._container.mux(self._stream.encode(frame))
+            for packet in self._stream.encode(frame):
+                packet.duration = self._durations.popleft()  # without B-frames, packets have the order of frames
+                self._container.mux(packet)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -70,8 +79,8 @@ class VideoWriter:
                 self._container.close()
             self.partial_path.unlink(missing_ok=True)
             return
+        self._encode(None)
         with self._writing():
-            self._container.mux(self._stream.encode(None))
             self._container.close()
             self.partial_path.replace(self.path)
 

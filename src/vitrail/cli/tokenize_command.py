@@ -163,7 +163,7 @@ def _tokenize_videos(
         frames, seconds = sum(map(len, videos)), sum(video.duration for video in videos)
         weight = out.stat().st_size
         print(
-            f"{len(file):,} videos, {frames:,} frames, {_describe_tokens(file.header)}, {weight:,} bytes, "
+            f"{_count_videos(len(file))}, {frames:,} frames, {_describe_tokens(file.header)}, {weight:,} bytes, "
             f"{8 * weight / seconds / 1000:,.1f} kbit/s: {out}"
         )
         for video in videos[:MAX_NAMED_FILES]:
@@ -179,15 +179,22 @@ def _show_frames() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar of the frames of each video. The value is the callback for `tokenize_videos`."""
     from tqdm import tqdm
 
+    video = ""
     with tqdm(unit=" frames", file=sys.stderr, disable=None) as bar:
 
         def show(name: str, count: int, total: int) -> None:
-            if bar.desc != f"{name}: ":
+            nonlocal video
+            if name != video:
+                video = name
                 bar.set_description(name, refresh=False)
                 bar.reset(total)
             bar.update(count)
 
         yield show
+
+
+def _count_videos(count: int) -> str:
+    return f"{count:,} video" if count == 1 else f"{count:,} videos"
 
 
 def _describe_tokens(header: "TokenFileHeader") -> str:
@@ -274,7 +281,7 @@ def _detokenize_videos(file: Path, codec: str, out: Path, start: float, end: flo
         with _show_frames() as progress:
             paths = write(model, token_file, out, start=start, end=end, progress=progress)
         frames = sum(len(video.find_frames(start, end)) for video in token_file)
-        print(f"{len(paths):,} videos, {frames:,} frames: {out}")
+        print(f"{_count_videos(len(paths))}, {frames:,} frames: {out}")
         _print_faults(token_file.errors)
 
 

@@ -69,6 +69,8 @@ class ImageResizeConfig(Config):
                 raise DataError(f"is {image.height} × {image.width} pixels, smaller than a code of {factor} × {factor}")
             return pixels[:, :H, :W], (H, W)
         padding = (0, -W % factor, 0, -H % factor)
+        if not any(padding):
+            return pixels, (H, W)
         return F.pad(pixels[None].float(), padding, mode="replicate")[0].to(torch.uint8), (H, W)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -205,23 +206,40 @@ def _tokenize_video(
     with _reading():
         video = open_video(source.path)
         record, numbers = describe_video(source, video, writer.header, resize)
-    num_done = writer.start_video(record)
-    count = min(num_done * settings.segment_frames, len(numbers))
+    num_done, total = writer.start_video(record), len(numbers)
+    count = min(num_done * settings.segment_frames, total)
     if progress is not None:
-        progress(source.name, count, len(numbers))
-    with closing(_read_frames(video, numbers[count:], count, resize, codec.downsample_factor)) as frames:
-        for number in range(num_done, count_segments(len(numbers), settings)):
+        progress(source.name, count, total)
+    plans = [
+        plan_chunks(count_segment_frames(total, number, settings), settings)
+        for number in range(num_done, count_segments(total, settings))
+    ]
+    frames = _read_frames(video, numbers[count:], count, resize, codec.downsample_factor)
+    with closing(frames), closing(_read_ahead(frames, [own for plan in plans for own, _ in plan])) as chunks:
+        for plan in plans:
             cache, tokens, last = codec.make_cache(), [], None
-            for own, padding in plan_chunks(count_segment_frames(len(numbers), number, settings), settings):
-                chunk = list(itertools.islice(frames, own))
+            for own, padding in plan:
+                chunk = next(chunks)
                 last = chunk[-1] if chunk else last
                 assert last is not None  # the first chunk of a segment has a frame
-                chunk += [last] * padding
-                tokens.append(_encode_chunk(codec, torch.stack(chunk)[None], cache)[0].cpu())
+                pixels = torch.stack(chunk + [last] * padding)[None]
+                tokens.append(_encode_chunk(codec, pixels, cache)[0].cpu())
                 if progress is not None:
-                    progress(source.name, own, len(numbers))
+                    progress(source.name, own, total)
             writer.add_segment(torch.cat(tokens))
             writer.flush()
+
+
+def _read_ahead(frames: Iterator[Tensor], counts: Sequence[int]) -> Generator[list[Tensor], None, None]:
+    """Yield chunks of the given numbers of frames. A thread reads the next chunk meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(list, itertools.islice(frames, count)) for count in counts[:1]]
+        for count in counts[1:]:
+            chunk = pending.pop().result()
+            pending.append(pool.submit(list, itertools.islice(frames, count)))
+            yield chunk
+        for last in pending:
+            yield last.result()
 
 
 def describe_video(

@@ -1,5 +1,6 @@
 """The server of OpenAI's API: streamed = unstreamed = the pipeline, and errors that name the field."""
 
+import asyncio
 import base64
 import io
 import json
@@ -15,22 +16,23 @@ from PIL import Image
 
 from helpers import randomize
 from hub.shrunk_checkpoints import write_checkpoint
-from vitrail.backbones.decoder import Decoder, DecoderConfig
+from serve.constrained_steps import text_pipeline
 from vitrail.encoders import TextTowerConfig, ViTConfig
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import GREEDY, SamplingConfig
 from vitrail.models.contrastive_model import ContrastiveConfig, ContrastiveModel
-from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, PlainMLPConfig, RotaryConfig
-from vitrail.pipelines import ChatPipeline, EmbeddingPipeline, TextPipeline, load
+from vitrail.nn import AttentionConfig, BlockConfig, PlainMLPConfig
+from vitrail.pipelines import ChatPipeline, EmbeddingPipeline, load
 from vitrail.processing.image_preprocessor import ImagePreprocessor
-from vitrail.processing.tokenizer import Tokenizer
 from vitrail.serve import http_protocol
+from vitrail.serve.engine import EngineFailedError
 from vitrail.serve.engine_scheduler import EngineConfig
+from vitrail.serve.generation_run import GenerationRun
+from vitrail.serve.openai_schema import CompletionRequest
 from vitrail.serve.openai_server import ServedModels, ServerLimits, build_app
 from vitrail.serve.served_model import MediaLimits, ServedModel
+from vitrail.serve.server_metrics import ServerMetrics
 from vitrail.serve.server_process import open_server
-
-SAID = ["the red cube is behind the blue ball", "how many balls are there?", "a dog and a cat and a lamp"]
 
 
 def data_url(image: Image.Image, kind: str = "PNG") -> str:
@@ -43,26 +45,11 @@ RED, BLUE = Image.new("RGB", (40, 30), "red"), Image.effect_mandelbrot((33, 50),
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "how many?"}]}
 
 
-def text_pipeline(context: int = 128) -> TextPipeline:
-    tokenizer = Tokenizer.train(SAID * 3, 300, bos="<s>", eos="</s>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-        "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endif %}{{ ' ' }}{% endfor %}a:"
-    )
-    block = BlockConfig(
-        width=32, attention=AttentionConfig(heads=4, kv_heads=2), mlp=GatedMLPConfig(intermediate_size=40), norm="rms"
-    )
-    config = DecoderConfig(
-        vocab_size=tokenizer.vocab_size, layers=2, block=block, rotary=RotaryConfig(head_dim=8), context_length=context
-    )
-    return TextPipeline(randomize(Decoder(config), spread=0.3), tokenizer)
-
-
 @pytest.fixture(scope="module")
 def tiny():
     with (
         open_server(ServedModel("tiny", text_pipeline())) as url,
-        httpx.Client(base_url=url[:-3], timeout=60) as client,
+        httpx.Client(base_url=url[:-3], timeout=300) as client,
     ):
         yield client
 
@@ -160,7 +147,7 @@ def test_information_routes(tiny):
 @pytest.mark.slow
 def test_unified_models_answer_draw_and_edit():
     pipeline, name = load("mini"), "mini"
-    with open_server("mini") as url, httpx.Client(base_url=url, timeout=120) as client:
+    with open_server("mini") as url, httpx.Client(base_url=url, timeout=600) as client:
         answer = client.post("/chat/completions", json={"model": name, "messages": image_message(BLUE)}).json()
         assert answer["choices"][0]["message"]["content"] == pipeline.ask(BLUE, "what is this?").strip()
         drawn = client.post("/images/generations", json={"model": name, "prompt": "a red dog", "seed": 3}).json()
@@ -187,7 +174,7 @@ def test_embeddings_equal_those_of_the_pipeline():
     model = randomize(ContrastiveModel(ContrastiveConfig(image=image, text=text, embed_dim=8)))
     pipeline = EmbeddingPipeline(model, ImagePreprocessor.default(image), lambda: tokenizer)
     inputs = ["a red cube", {"image_url": {"url": data_url(RED)}}, "a dog"]
-    with open_server(ServedModel("clip", pipeline)) as url, httpx.Client(base_url=url) as client:
+    with open_server(ServedModel("clip", pipeline)) as url, httpx.Client(base_url=url, timeout=300) as client:
         answer = client.post("/embeddings", json={"model": "clip", "input": inputs}).json()
         packed = client.post(
             "/embeddings", json={"model": "clip", "input": "a dog", "encoding_format": "base64"}
@@ -260,7 +247,7 @@ def test_other_requests_get_errors_of_the_api(tiny):
 def test_images_have_limits(tmp_path):
     folder = write_checkpoint("llava-hf/llava-1.5-7b-hf", tmp_path / "shrunk")
     model = ServedModel("tiny", load(folder), limits=MediaLimits(max_items=2, max_bytes=4000, max_pixels=100 * 100))
-    with open_server(model) as url, httpx.Client(base_url=url) as client:
+    with open_server(model) as url, httpx.Client(base_url=url, timeout=300) as client:
         noise = Image.effect_noise((80, 80), 90)
         for images, match in (
             ((RED,) * 3, "more than 2 images"),
@@ -350,7 +337,7 @@ def test_keys_hosts_and_body_sizes_are_checked():
     limits = ServerLimits(max_body_bytes=2000)
     with (
         open_server(model, api_keys=["secret", "other"], limits=limits) as url,
-        httpx.Client(base_url=url[:-3]) as client,
+        httpx.Client(base_url=url[:-3], timeout=300) as client,
     ):
         for given, status in ((None, 401), ("Bearer wrong", 401), ("Basic secret", 401), ("Bearer other", 200)):
             headers = {} if given is None else {"Authorization": given}
@@ -360,7 +347,10 @@ def test_keys_hosts_and_body_sizes_are_checked():
         assert client.post("/v1/completions", content=b"x" * 2001, headers=key).status_code == 413
         chunks = (b"x" * 500 for _ in range(10))
         assert client.post("/v1/completions", content=chunks, headers=key).status_code == 413
-    with open_server(ServedModel("tiny", text_pipeline())) as url, httpx.Client(base_url=url[:-3]) as client:
+    with (
+        open_server(ServedModel("tiny", text_pipeline())) as url,
+        httpx.Client(base_url=url[:-3], timeout=300) as client,
+    ):
         assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
         assert client.get("/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
 
@@ -384,11 +374,41 @@ def test_a_full_queue_gets_429():
 
 
 def wait_until(is_so) -> bool:
-    for _ in range(1000):
+    for _ in range(30_000):
         if is_so():
             return True
         time.sleep(0.01)
     return False
+
+
+def test_a_failed_device_gives_503():
+    model = ServedModel("tiny", text_pipeline())
+    with open_server(model) as url, httpx.Client(base_url=url[:-3], timeout=60) as client:
+        assert client.get("/health").status_code == 200
+        model.engine.failure = EngineFailedError("the device of the model failed", "restart the server")
+        for answer in (client.get("/health"), client.post("/v1/chat/completions", json=CHAT)):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_failed"
+
+
+def test_tokens_that_wait_are_one_chunk():
+    """A loop that is behind sends several tokens at once: the text and the counts are those of single ones."""
+
+    async def run(pause: float) -> tuple[list[str], str, int]:
+        prepared = model.prepare_completion(CompletionRequest(model="tiny", prompt="how", max_tokens=20))
+        generation = GenerationRun(model, prepared, ServerMetrics(), 60)
+        generation.start("a")
+        while pause and generation.sequences[0].end is None:
+            await asyncio.sleep(pause)
+        await asyncio.sleep(pause)
+        deltas = [delta async for _, delta in generation.deltas()]
+        texts = [one.text for one in deltas]
+        return texts, deltas[-1].finish_reason, generation.num_completion_tokens
+
+    model = ServedModel("tiny", text_pipeline())
+    model.engine.start()
+    late, early = asyncio.run(run(0.05)), asyncio.run(run(0.0))
+    model.engine.close()
+    assert len(late[0]) == 1 and "".join(early[0]) == late[0][0] and early[1:] == late[1:] == ("length", 20)
 
 
 def test_a_disconnect_cancels_the_request():
@@ -398,7 +418,7 @@ def test_a_disconnect_cancels_the_request():
     with open_server(model) as url:
         for stream in (True, False):
             asked = {**CHAT, "max_tokens": 15_000, "stream": stream, "temperature": 1.0, "seed": 1}
-            link = socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), timeout=10)
+            link = socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), timeout=300)
             body = json.dumps(asked).encode()
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             link.sendall(head.encode() + body)
@@ -414,20 +434,25 @@ def test_clients_that_send_nothing_are_disconnected(monkeypatch):
     with open_server(ServedModel("tiny", text_pipeline()), limits=limits) as url:
         address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
         for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"):
-            with socket.create_connection(address, timeout=10) as link:
+            with socket.create_connection(address, timeout=300) as link:
                 link.sendall(sent)
                 assert link.recv(100) == b""
-        with socket.create_connection(address, timeout=10) as link:
+        with socket.create_connection(address, timeout=300) as link:
             link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in link.recv(1000)
-        with httpx.Client(base_url=url[:-3]) as client:
+        monkeypatch.setattr(http_protocol.HeaderDeadlineProtocol, "request_seconds", 300)
+        with httpx.Client(base_url=url[:-3], timeout=300) as client:
             assert client.get("/health").status_code == 200
 
 
-def test_eight_clients_are_served_fairly():
+def test_eight_clients_are_served_fairly(monkeypatch):
     model = ServedModel("mini-vlm", load("mini-vlm"), EngineConfig(max_num_seqs=4))
     finished: list[str] = []
-    with open_server(model) as url, httpx.Client(base_url=url, timeout=120) as client:
+    engine, all_wait = model.engine, threading.Event()
+    assert engine is not None
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: all_wait.wait() and step())
+    with open_server(model) as url, httpx.Client(base_url=url, timeout=600) as client:
         asked = {"model": "mini-vlm", "messages": image_message(RED, text="how many dogs?"), "max_tokens": 8}
 
         def ask(user: str) -> None:
@@ -438,6 +463,8 @@ def test_eight_clients_are_served_fairly():
         others = [threading.Thread(target=ask, args=(str(number),)) for number in range(7)]
         for thread in [*flood, *others]:
             thread.start()
+        assert wait_until(lambda: engine.stats.num_waiting == 31)
+        all_wait.set()
         for thread in [*flood, *others]:
             thread.join()
     assert len(finished) == 31
@@ -453,7 +480,7 @@ def test_two_hundred_clients_lose_no_request():
 
     def ask(url: str, number: int) -> None:
         rng = random.Random(number)
-        with httpx.Client(base_url=url, timeout=120) as client:
+        with httpx.Client(base_url=url, timeout=600) as client:
             while time.monotonic() < stop:
                 asked = {**CHAT, "max_tokens": rng.randint(1, 20), "stream": rng.random() < 0.5, "user": str(number)}
                 statuses.append(client.post("/chat/completions", json=asked).status_code)
@@ -466,7 +493,7 @@ def test_two_hundred_clients_lose_no_request():
             thread.join()
     assert len(statuses) >= 200 and set(statuses) == {200}
     assert model.engine is not None
-    assert model.engine.stats.pages_used == 0 and not model.engine.scheduler.served
+    assert model.engine.stats.pages_used == 0 and not model.engine.scheduler.clients
 
 
 def test_models_that_cannot_be_served_are_refused():

@@ -39,7 +39,7 @@ from vitrail.hub.stored_tensors import check_stored_tensors
 from vitrail.hub.tensor_rules import TensorRule, add_prefix
 from vitrail.nn import RotaryEmbedding
 from vitrail.nn.mlp import MoE
-from vitrail.nn.parameters import find_nonfinite
+from vitrail.nn.parameters import find_nonfinite, place_loaded_parameter
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.processing.tokenizer_files import read_tokenizer_files
 from vitrail.registry import FAMILIES, MODELS
@@ -290,7 +290,8 @@ def _load_weights(
     """Load weights into a model on the meta device. Checks every name and shape."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     exact_tensors = _list_exact_tensors(model)
-    state = {}
+    parameters = {name for name, _ in model.named_parameters()}
+    state, bad = {}, []
     for name, tensor in tensors:
         if name not in wanted:
             raise CheckpointError(f"{source} contains tensor {name!r}, which this model does not have")
@@ -303,13 +304,17 @@ def _load_weights(
             tensor.dtype if dtype is None or not tensor.is_floating_point() or name in exact_tensors else dtype
         )
         state[name] = tensor.to(device, tensor_dtype)
+        if name in parameters:
+            bad += find_nonfinite({name: state[name]})
+            state[name] = place_loaded_parameter(state[name])
     missing = [name for name in wanted if name not in state]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
             f"{source} lacks tensor {missing[0]!r}{others}", "check that it is complete and of this version"
         )
-    if bad := find_nonfinite(state):
+    bad += find_nonfinite({name: tensor for name, tensor in state.items() if name not in parameters})
+    if bad:
         raise CheckpointError(
             f"tensor {bad[0]!r} of {source} contains NaN or infinite values"
             + (f", and {len(bad) - 1} more tensors do" if len(bad) > 1 else ""),

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitrail import hub
 from vitrail.devices import resolve_device
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.checkpoint_info import find_checkpoint, resolve_path
 from vitrail.hub.peft_adapters import save_adapter
 from vitrail.processing.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ from vitrail.training import distributed
 from vitrail.training.loggers.metric_logger import select_loggers
 from vitrail.training.lora import merge_lora
 from vitrail.training.run_lock import check_run_lock, lock_run_folder
+from vitrail.training.sharded_init import init_in_shards
 from vitrail.training.trainer import Trainer
 
 
@@ -66,7 +67,9 @@ def train_recipe(
         distributed.run_on_main_rank(lambda: stack.enter_context(lock_run_folder(out)))
         opened = distributed.run_on_main_rank(lambda: _prepare_run(recipe, out))
         tokenizer, sources, run = opened or _open_run(recipe, out)
-        model = build_model(recipe, tokenizer)
+        if recipe.lora is not None and recipe.lora.quantization is not None and distributed.get_world_size() > 1:
+            raise ConfigError("lora.quantization does not support several ranks", "train in one process")
+        model = _build_in_shards(recipe, tokenizer, device)
         recipe.check_stages(model)
         options: dict[str, Any] = {
             "seed": recipe.seed,
@@ -83,11 +86,16 @@ def train_recipe(
             chat_tokenizer = getattr(task, "chat_tokenizer", chat_tokenizer)
             trainer = Trainer(stage, task, sources, out / stage.name, **options)
             trainer.train()
-            if distributed.get_world_size() > 1:  # the next stage shards the weights again; rank 0 saves them
-                needs_model = stage is not stages[-1] or distributed.get_rank() == 0
-                full_model = build_model(recipe, tokenizer) if needs_model else None
-                distributed.gather_weights(model, full_model, trainer.optimizer.master_weights())
-                model = model if full_model is None else full_model
+            if distributed.get_world_size() > 1:
+                masters = trainer.optimizer.master_weights()
+                if stage is not stages[-1]:  # the next stage shards the weights again
+                    next_model = _build_in_shards(recipe, tokenizer, device)
+                    distributed.copy_shards(model, next_model, masters)
+                    model = next_model
+                else:
+                    full_model = build_model(recipe, tokenizer) if distributed.get_rank() == 0 else None
+                    distributed.gather_weights(model, full_model, masters)
+                    model = model if full_model is None else full_model
         if distributed.get_rank() == 0:
             check_run_lock(out)
             if recipe.lora is not None:
@@ -96,6 +104,14 @@ def train_recipe(
             _save_final_weights(model, final, chat_tokenizer)
         distributed.barrier()
     return model
+
+
+def _build_in_shards(recipe: Recipe, tokenizer: Tokenizer | None, device: str) -> Any:
+    """Build the model; with several ranks, only the shards of this rank, on the CPU. All ranks must call it."""
+    if distributed.get_world_size() == 1:
+        return build_model(recipe, tokenizer, device)
+    with init_in_shards() as complete:
+        return complete(build_model(recipe, tokenizer))
 
 
 def _open_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, dict[str, Any]]:

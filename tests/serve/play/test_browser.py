@@ -1,4 +1,4 @@
-"""The page in a real Chromium: keys, buttons and pictures do what they should, and nothing else is asked of anyone."""
+"""The page in Chromium: keys, buttons and images work, and the page makes no other request."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def address(arcade) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{link.getsockname()[1]}"
         running.should_exit = True
-        thread.join(10)
+        thread.join(300)
     arcade.close()
 
 

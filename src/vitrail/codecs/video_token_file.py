@@ -312,7 +312,7 @@ class VideoTokenFileWriter(RecordWriter[VideoRecord | SegmentRecord]):
             raise ConfigError("the header has no settings of videos", "give `video`, or use `TokenFileWriter`")
         self.settings = header.video
         self._video: VideoRecord | None = None  # the video whose segments are being written
-        self._video_start = self._num_segments = 0
+        self._video_start, self._num_segments = 0, 0
         super().__init__(path, header)
 
     @property

@@ -140,9 +140,10 @@ class RecordWriter(Generic[R]):
         header = encode_header(self.header)
         existing, ends, bodies = self.file.read(len(header)), [0], []
         if len(existing) == len(header) or not header.startswith(existing):  # else the header itself is incomplete
-            self._check_header(read_header(self.file, self.partial_path)[0])
-            ends = [len(header)]
-            for body, end in _read_valid_records(self.file, len(header), self.record_type):
+            stored, first = read_header(self.file, self.partial_path)
+            self._check_header(stored)
+            ends = [first]  # another name, or an older version, gives the stored header another length
+            for body, end in _read_valid_records(self.file, first, self.record_type):
                 bodies.append(body)
                 ends.append(end)
         num_kept = len(bodies) // multiple * multiple

@@ -278,6 +278,10 @@ def test_invalid_segments_are_refused(tmp_path):
         ({"chunk_frames": 6}, "multiple of 4"),
         ({"latent_dtype": "float16"}, "give both or none"),
         ({"start": 3.0, "end": 2.0}, "after the start"),
+        ({"start": float("nan")}, "start"),
+        ({"end": float("inf")}, "finite"),
+        ({"fps": 1e9}, r"give 0\.001 … 1,000"),
+        ({"fps": float("nan")}, "fps"),
     ],
 )
 def test_invalid_settings_are_refused(fields, message):

@@ -40,6 +40,8 @@ TRAILER_STRUCT = struct.Struct("<QQ32sI8s")
 CHECKSUM_STRUCT = struct.Struct("<I")
 REGENERATE_HINT = "tokenize again, or copy the file again"
 
+MIN_FPS, MAX_FPS = 0.001, 1000.0
+
 ImageSize = tuple[int, int]
 
 
@@ -81,6 +83,10 @@ class VideoTokenSettings(Config):
             raise ConfigError(
                 f"latent_dtype is {self.latent_dtype}, latent_width is {self.latent_width}", "give both or none"
             )
+        if self.fps is not None and not MIN_FPS <= self.fps <= MAX_FPS:
+            raise ConfigError(f"fps is {self.fps}", f"give {MIN_FPS} … {MAX_FPS:,.0f}")
+        if not math.isfinite(self.start) or (self.end is not None and not math.isfinite(self.end)):
+            raise ConfigError(f"start is {self.start} s, end is {self.end} s", "give finite times")
         if self.end is not None and not self.start < self.end:
             raise ConfigError(f"start is {self.start} s, end is {self.end} s", "give an end after the start")
 

@@ -62,7 +62,7 @@ class VideoWriter:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # errors of FFmpeg are either
+        except (require_av().error.FFmpegError, OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(
                 f"{self.path} cannot be written: {reason}", "give another path, or free disk space"
@@ -75,14 +75,18 @@ class VideoWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(require_av().error.FFmpegError, OSError, ValueError):
                 self._container.close()
             self.partial_path.unlink(missing_ok=True)
             return
-        self._encode(None)
-        with self._writing():
-            self._container.close()
-            self.partial_path.replace(self.path)
+        try:
+            self._encode(None)
+            with self._writing():
+                self._container.close()
+                self.partial_path.replace(self.path)
+        except DataError:
+            self.partial_path.unlink(missing_ok=True)
+            raise
 
 
 def check_video_suffix(path: Path) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import vitrail
+import worlds
 from data.test_video_file import video
 from helpers import randomize
 from vitrail.cli import main
@@ -26,6 +28,7 @@ from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
 from vitrail.codecs.video_tokenization import decode_frames
 from vitrail.data.video_file import open_video
 from vitrail.hub import load, save
+from vitrail.models.genie_model import Genie
 
 NET = CosmosAutoencoderConfig(
     encoder_widths=(8, 8, 12),
@@ -103,6 +106,23 @@ def test_parts_rates_and_latents(home, tmp_path, monkeypatch, capsys):
     with VideoTokenFile(tmp_path / "a.vt") as file:
         frames = list(decode_frames(load(home / "cv"), file[0], 0.3, 0.5))
     assert len(frames) == 2 and not np.array_equal(*frames)
+
+
+def test_codec_of_a_world_model(home, tmp_path, monkeypatch, capsys):
+    """Genie and its codec alone have the same identity. Every frame has its own ids."""
+    world = Genie(worlds.genie_config())
+    save(world, tmp_path / "world")
+    save(world.codec, tmp_path / "codec")
+    words = ("tokenize", home / "clip.mp4", "--codec", tmp_path / "world", "-o", tmp_path / "a.vt")
+    code, out, err = run(monkeypatch, capsys, *words)
+    assert code == 0, err
+    assert "1 video, 30 frames" in out
+    with vitrail.tokenize_videos(home / "clip.mp4", tmp_path / "codec", tmp_path / "b.vt") as file:
+        assert file[0].num_latent_frames == 30
+    words = ("detokenize", tmp_path / "b.vt", "--codec", tmp_path / "world", "-o", tmp_path / "again.mov")
+    code, out, err = run(monkeypatch, capsys, *words)
+    assert code == 0, err
+    assert len(open_video(tmp_path / "again.mov")) == 30
 
 
 def test_cover_crops_to_a_square(home, tmp_path, monkeypatch, capsys):

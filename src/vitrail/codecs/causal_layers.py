@@ -13,6 +13,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.config import Config
+from vitrail.errors import ImageError
+
+
+class CausalAutoencoderConfig(Config):
+    """Base class of configs of networks that code the first frame alone, then every `temporal_factor` frames.
+
+    A video of 1 + k·n frames has 1 + n latent frames.
+    """
+
+    @property
+    def temporal_factor(self) -> int:
+        """Frames of one latent frame, but for the first."""
+        raise NotImplementedError
+
+    @property
+    def chunk_frames(self) -> int:
+        """Frames of which a chunk after the first must be a multiple."""
+        return self.temporal_factor
+
+    @property
+    def chunk_latent_frames(self) -> int:
+        """Latent frames of which a chunk after the first must be a multiple."""
+        return 1
+
+    def count_latent_frames(self, num_frames: int) -> int:
+        """Return the latent frames of a video. `num_frames` must be 1 + k·n."""
+        k = self.temporal_factor
+        if (num_frames - 1) % k:
+            n = max(0, round((num_frames - 1) / k))
+            raise ImageError(
+                f"a video of {num_frames} frames does not divide into 1 + {k}·n frames",
+                f"use {1 + k * n} or {1 + k * (n + 1)} frames: cut the video, or repeat its last frame",
+            )
+        return 1 + (num_frames - 1) // k
+
+    def count_frames(self, num_latent_frames: int) -> int:
+        """Return the frames that latent frames decode to."""
+        return 1 + self.temporal_factor * (num_latent_frames - 1)
+
 
 class StreamCache(dict[nn.Module, Any]):
     """What the causal layers of one encoder or decoder keep between chunks: layer → frames, keys or values.
@@ -109,12 +149,43 @@ def prepend_frames(
     return x
 
 
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalize groups of the channels of (B, …, C) over all positions, in the layout of x.
+
+    Statistics are those of each channel, combined to those of a group. They are float32 for x of half precision.
+    """
+    flat, dtype = x.flatten(1, -2), torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == dtype:
+        variance, mean = torch.var_mean(flat, 1, correction=0)
+    else:  # without a float32 copy of x
+        mean = flat.mean(1, dtype=dtype)
+        variance = torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square() / flat.shape[1] - mean.square()
+    mean, variance = mean.unflatten(-1, (groups, -1)), variance.unflatten(-1, (groups, -1))  # (B, groups, C/groups)
+    center = mean.mean(-1, keepdim=True)
+    spread = (variance + (mean - center).square()).mean(-1, keepdim=True).clamp_min(0)
+    scale = (spread + eps).rsqrt() * weight.to(dtype).unflatten(-1, (groups, -1))
+    shift = bias.to(dtype) - (center * scale).flatten(1)
+    shape = (len(x), *(1,) * (x.ndim - 2), -1)
+    return torch.addcmul(shift.to(x.dtype).view(shape), x, scale.flatten(1).to(x.dtype).view(shape))
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU, in place without gradients. x must not be used afterwards."""
+    return F.silu(x, inplace=not torch.is_grad_enabled())
+
+
+def repeat_positions(x: Tensor) -> Tensor:
+    """Repeat every position of (B, T, H, W, C) twice along height and width."""
+    B, T, H, W, C = x.shape
+    return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).reshape(B, T, 2 * H, 2 * W, C)
+
+
 class FrameNorm(nn.GroupNorm):
     """GroupNorm of each frame of (B, T, H, W, C)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input.flatten(0, 1).permute(0, 3, 1, 2))
-        return y.permute(0, 2, 3, 1).unflatten(0, input.shape[:2])
+        y = group_norm(input.flatten(0, 1), self.num_groups, self.weight, self.bias, self.eps)
+        return y.unflatten(0, input.shape[:2])
 
 
 class FactorizedConv(nn.Module):

@@ -51,6 +51,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 QUESTION_LENGTH, ROW_LENGTH = 16, 2048
 MEASURED = (
     "vitrail.models.vlm",
+    "vitrail.models.vlm_vision_model",
     "vitrail.stream.packing",
     "vitrail.nn.attention_backends",
     "vitrail.nn.attention_plans",

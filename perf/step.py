@@ -1,6 +1,6 @@
 """Time of a training step of a recipe's stage, and of its kernels, with different attention backends.
 
-    python perf/step.py mini sharpen --out results.json 'model.parts.codec={checkpoint="mini", part="codec"}'
+    python perf/step.py mini anneal --out results.json 'model.parts.codec={checkpoint="mini", part="codec"}'
 
     torch   as in training: torch's attention without cuDNN, with a dense mask if the plan needs one
     cudnn   with cuDNN's attention, whose gradients are sometimes NaN
@@ -42,6 +42,7 @@ BACKENDS = ["torch", "cudnn", "flex"]
 MEASURED = (
     *(
         "vitrail.training.trainer",
+        "vitrail.training.step_loader",
         "vitrail.training.prefetch",
         "vitrail.nn.attention_backends",
         "vitrail.nn.parallel_streams",

@@ -45,6 +45,7 @@ MEASURED = (
     "vitrail.nn.attention_backends",
     "vitrail.nn.rotary_embedding",
     "vitrail.training.trainer",
+    "vitrail.training.step_loader",
     "vitrail.training.checkpoint_writer",
 )
 

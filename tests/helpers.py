@@ -15,7 +15,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 def randomize(module: nn.Module, seed: int = 0, spread: float = 0.2) -> nn.Module:
-    """Every parameter drawn anew, so that none is hidden by a zero or one it started with."""
+    """Draw every parameter at random, so that no initial zero or one hides an error."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -39,3 +39,14 @@ def interpreted(script: str, *arguments: str) -> None:
     command = [sys.executable, "-c", script, *arguments]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "agreed" in out.stdout, out.stderr[-2000:]
+
+
+def compile_kernel(kernel, pointers, numbers, constants, target, source) -> None:
+    """Compile a Triton kernel for a GPU that need not be there. The pointers have the names of its arguments."""
+    import triton
+
+    signature = {f"{name}_ptr": kind for name, kind in pointers.items()} | numbers
+    signature |= dict.fromkeys(constants, "constexpr")
+    ordered = {name: signature[name] for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    triton.compile(source(fn=kernel, signature=ordered, constexprs=fixed), target=target)

@@ -41,6 +41,13 @@ def test_replaced_module_paths_are_gone(folder):
     assert not found
 
 
+def test_kinds_of_components_are_written_with_dashes():
+    """Except families, which are the model types of transformers, and parts of OpenAI's requests."""
+    pattern = re.compile(r'(?:\b(?!FAMILIES)[A-Z_]+\.register\(\s*|\btag=)"(\w*_\w*)"')
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py") if path.stem != "openai_schema"}
+    assert not [(path.name, kind) for path, text in texts.items() for kind in pattern.findall(text)]
+
+
 def test_module_names_are_unique():
     folders = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):

@@ -55,7 +55,7 @@ def test_load(native, tmp_path):
         hub.load(tmp_path)
 
 
-def test_save_keeps_what_was_there(tmp_path):
+def test_refused_save_keeps_the_old_file(tmp_path):
     model = Decoder(CONFIG)
     hub.save(model, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()

@@ -27,7 +27,7 @@ def test_lookup_imports_the_component():
 def test_unknown_names_list_the_choices():
     with pytest.raises(ConfigError, match="did you mean 'projector'"):
         CONNECTORS["projektor"]
-    with pytest.raises(ConfigError, match="known: attention_pool, conv_merger, fused"):
+    with pytest.raises(ConfigError, match="known: attention-pool, conv-merger, fused"):
         CONNECTORS["xyz"]
     assert "xyz" not in CONNECTORS and CONNECTORS.get("xyz") is None
 

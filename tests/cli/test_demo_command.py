@@ -1,4 +1,4 @@
-"""`vitrail demo` with a model that has learned nothing: the page is whole, and says no more than was said."""
+"""`vitrail demo` with an untrained model: the page is complete and shows the model's own answers only."""
 
 import json
 import re

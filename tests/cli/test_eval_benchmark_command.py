@@ -1,4 +1,4 @@
-"""`vitrail eval MODEL pope --data FILE`: what is asked, shown, written and kept."""
+"""`vitrail eval MODEL pope --data FILE`: prompts, printed tables, output files and results."""
 
 import json
 import re

@@ -62,7 +62,7 @@ def toy(monkeypatch):
 
 
 class Held(nn.Module):
-    """A model that says which of its parts is the tower to keep."""
+    """Model that names the tower to export."""
 
     def __init__(self, image: nn.Module, teacher: nn.Module):
         super().__init__()
@@ -121,7 +121,7 @@ def test_probe_supports_bare_towers(tmp_path, classes, capsys):
 
 
 def test_bare_tower_supports_another_image_size(tmp_path, classes):
-    """DINOv2 is made for 518 pixels, and its folder says 224."""
+    """DINOv2's tower has 518 pixels, and its processor 224."""
     tower = ViT(tiny("dinov2-b14", 32, 8))
     hub.to_hf(tower, tmp_path / "theirs", family="dinov2")
     about = written(tmp_path / "theirs" / PREPROCESSOR_FILE) | {
@@ -208,7 +208,7 @@ def test_gamma_keeps_black_white_and_opacity(tmp_path):
 
 
 def test_trimmed_images_equal_those_of_a_trimmed_collection(tmp_path, monkeypatch):
-    """What training sees and what retrieval looks at, of a drawing with margins and of one without opacity."""
+    """Training and retrieval read the same pixels of a drawing with margins and of one without opacity."""
     monkeypatch.setenv("VITRAIL_HOME", str(tmp_path / "home"))
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -247,7 +247,7 @@ def test_retrieval_in_all_languages_and_by_keywords(tmp_path, toy, capsys):
 
 
 def test_zeroshot_at_several_widths(tmp_path, classes, capsys):
-    """The full width says what no width says, and the first numbers alone what a model with only them would."""
+    """The full width equals no width; a smaller width equals a model with only the first features."""
     model = own(tmp_path / "ckpt").eval()
     for name, options in (
         ("plain", ()),

@@ -1,4 +1,4 @@
-"""`vitrail eval MODEL dpg`, on a small model that knows nothing."""
+"""`vitrail eval MODEL dpg` on a small untrained model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`vitrail eval MODEL questions` and `drawing`, on a small model that knows nothing."""
+"""`vitrail eval MODEL questions` and `drawing` on a small untrained model."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`vitrail eval MODEL piqa --data FILE`: what is shown, written, kept and refused."""
+"""`vitrail eval MODEL piqa --data FILE`: printed tables, output files and errors."""
 
 import json
 import re

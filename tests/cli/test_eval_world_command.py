@@ -1,4 +1,4 @@
-"""`vitrail eval MODEL world` and `imitation`, on a small world that knows nothing."""
+"""`vitrail eval MODEL world` and `imitation` on a small untrained world model."""
 
 import json
 

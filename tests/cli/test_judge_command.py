@@ -15,7 +15,7 @@ def run(*words: str) -> None:
 
 
 def test_check_prints_every_kind(tmp_path, capsys):
-    """Shapes under the names of things: the judge, which knows better, refuses nearly all."""
+    """Shapes labelled with names of things: the judge rejects nearly all."""
     names = ["cat", "dog", "bear", "bird", "fish", "house", "key", "lion", "owl", "pear", "pig", "rose"]
     renamed = [s._replace(name=names[i // 2], category="thing") for i, s in enumerate(drawn())]
     Atlas.build(renamed).save(tmp_path / "atlas.safetensors")

@@ -1,4 +1,4 @@
-"""`vitrail ledger`: the table says what the ledger says."""
+"""`vitrail ledger` prints the numbers of the ledger."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_every_recipe_has_a_ledger(run, name):
 
 
 def test_listing_names_presets(run, monkeypatch):
-    """Some stand for all, which take seconds; whole systems stand under a heading of their own."""
+    """A sample of the presets, because all take seconds. Whole systems have their own heading."""
     shown = ("stories15m", "qwen3-235b-a22b", "clip-b16", "clip-l-text")
     whole = ("qwen2.5-vl-3b", "llama-3.2-11b-vision")
     monkeypatch.setattr("vitrail.cli.ledger_command.PRESETS", {name: PRESETS[name] for name in (*shown, *whole)})

@@ -1,4 +1,4 @@
-"""`vitrail scaling`: tables, figures and files say what the lab says."""
+"""`vitrail scaling`: tables, figures and files have the numbers of `vitrail.lab`."""
 
 import json
 

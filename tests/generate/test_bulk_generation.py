@@ -28,8 +28,8 @@ def written(model, count, **more):
     return [one.ids for one in generate_many(model, [1, 2], count, **asked)]
 
 
-def test_the_chances_are_the_model_s(model):
-    """Of two tokens: all 49 pairs as often as their probabilities say."""
+def test_sampling_frequencies_match_probabilities(model):
+    """All 49 pairs of two tokens are as frequent as their probabilities."""
     count = 6000
     found = torch.tensor(written(model, count, max_new_tokens=2, batch_size=1500))
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_the_chances_are_the_model_s(model):
     assert chi < 100  # 48 degrees of freedom: above in one of 70,000 cases
 
 
-def test_next_to_no_chance_is_what_one_row_alone_would_say(model):
+def test_near_zero_temperature_is_greedy(model):
     row, wanted = [1, 2], []
     for _ in range(5):
         with torch.no_grad():
@@ -58,7 +58,7 @@ def test_a_text_ends_before_its_end(model):
     assert [one.is_complete for one in result] == [len(ids) < 24 for ids in cut]
 
 
-def test_all_that_end_early_end_the_batch(model):
+def test_batch_ends_when_all_rows_end(model):
     calls = []
     made = model.forward
     model.forward = lambda *a, **k: calls.append(1) or made(*a, **k)

@@ -112,7 +112,7 @@ def test_another_kind_of_prompt_or_moved_weights_are_no_graph_of_this_one(graphs
 def test_graphs_do_not_keep_a_model_alive(graphs, monkeypatch):
     class Nothing:
         def replay(self):
-            """A graph knows nothing of the call that it was made of."""
+            """A graph does not keep the call that it was captured from."""
 
     for module in (cuda_graph_decode, cuda_graph_prefill):
         monkeypatch.setattr(module, "capture_graph", lambda call, rehearse=None: Nothing())
@@ -127,7 +127,7 @@ def test_graphs_do_not_keep_a_model_alive(graphs, monkeypatch):
 
 
 class Still(TorchDispatchMode):
-    """Refuses what a capture would: bringing something to the device. (What asks the device fails on meta itself.)"""
+    """Refuse transfers to the device, as a capture does. Reads from the device fail on meta tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -216,7 +216,7 @@ def test_a_token_past_its_slot_is_refused(graphs):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Blocks are compiled into themselves; gives what was compiled."""
+    """Replace compilation by the identity, and return the list of compiled modules."""
     made = []
 
     def backend(module, inputs):
@@ -283,8 +283,8 @@ def test_what_moved_is_noticed():
         assert not held.are_unchanged()
 
 
-def test_a_look_that_was_begun_is_used_once(graphs):
-    """Two prompts that begin to look one after the other, and are then read: each reads what it saw itself."""
+def test_started_encoding_is_used_once(graphs):
+    """Two prompts start to encode their images before either is read: each reads its own features."""
     model = randomize(VLM(CASES["llava"]), 3, 0.3).eval()
     prompts = [make_prompt(model, seed) for seed in range(4)]
     wanted = [

@@ -1,4 +1,4 @@
-"""Frames as one launch: what is recorded is what a plain rollout draws, after another start and other weights too."""
+"""A captured rollout equals a plain one, also after another start and with other weights."""
 
 import copy
 
@@ -16,7 +16,7 @@ from vitrail.nn import SpaceTimeTransformer
 
 
 class Again:
-    """Stands for a CUDA graph: what it was made of is done again, on the same tensors."""
+    """Replacement of a CUDA graph that repeats the captured calls on the same tensors."""
 
     made = 0
 
@@ -52,7 +52,7 @@ def same(device: str, **how) -> None:
             model.dynamics.code_embed = copy.deepcopy(model.dynamics.code_embed)
 
 
-def test_what_is_recorded_is_what_is_drawn(monkeypatch):
+def test_recorded_frames_equal_drawn_frames(monkeypatch):
     monkeypatch.setattr(cuda_graph_rollout, "capture_graph", Again)
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(Again, "made", 0)
@@ -103,7 +103,7 @@ def test_a_graph_is_of_one_grid(monkeypatch):
 
 
 def test_a_plain_world_may_be_of_any_grid():
-    """The buffers of one are filled anew for another that has as many codes."""
+    """The buffers of one grid are reused for another with as many codes."""
     model, actions = worlds.genie(layers=2, latent=False), torch.tensor([[0], [1], [1], [0]])
     randomize(model)
     square, long = (torch.full((1, 3, *size), 90, dtype=torch.uint8) for size in ((8, 8), (4, 16)))
@@ -118,7 +118,7 @@ def test_a_plain_world_may_be_of_any_grid():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_graph_draws_what_is_drawn_without(compiled):
+def test_graph_draws_the_same_image(compiled):
     same("cuda", use_compile=compiled)
 
 

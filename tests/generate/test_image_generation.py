@@ -1,4 +1,4 @@
-"""Drawing in codes: what is drawn is what the model says, whatever the way, the company and the cache."""
+"""Image generation from codes follows the model's probabilities with every method, batch and cache."""
 
 import itertools
 import math
@@ -126,7 +126,7 @@ def test_masked_drawing_settles_by_the_cosine():
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_passes_that_settle_nothing_are_not_made_and_change_nothing(guidance, monkeypatch):
+def test_empty_passes_are_skipped(guidance, monkeypatch):
     model = made("masked")
     prompts, counts, codes = asked(model)
     open_ = torch.zeros_like(codes, dtype=torch.bool)
@@ -143,7 +143,7 @@ def test_passes_that_settle_nothing_are_not_made_and_change_nothing(guidance, mo
     )
 
 
-def test_one_pass_of_greedy_is_what_is_likeliest():
+def test_one_greedy_pass_selects_the_likeliest_codes():
     model = made("masked", groups=1)
     prompts, counts, codes = asked(model)
     ids = generate_images(model, prompts, counts, ImageGenerationConfig(guidance_scale=1.0, steps=1, sampling=GREEDY))
@@ -151,8 +151,8 @@ def test_one_pass_of_greedy_is_what_is_likeliest():
     assert torch.equal(output(model, prompts, counts, codes, hidden).argmax(-1), ids.flatten(1))
 
 
-def test_the_surest_stay():
-    """Of one pass, those that are settled are the likeliest of what was chosen; with much chance they are any."""
+def test_most_confident_codes_are_kept():
+    """One pass keeps the most probable codes; at a high temperature it keeps any."""
     model = made("masked", groups=1)
     with torch.no_grad():
         model.mark_embed.weight[MASKED_CODE].normal_(std=3)
@@ -184,8 +184,8 @@ def test_the_surest_stay():
 
 
 @pytest.mark.parametrize("order", WAYS)
-def test_what_is_drawn_anew_is_drawn_afresh(order):
-    """The same seed says which codes are drawn anew and what they become, by numbers of their own."""
+def test_redrawn_codes_use_new_random_numbers(order):
+    """The seed determines which codes are redrawn and their new values, by separate random numbers."""
     model = made(order, groups=1, side=32)
     with torch.no_grad():
         for p in model.head.parameters():

@@ -17,7 +17,7 @@ def test_the_schedule_is_the_papers(steps):
     assert count_hidden(total, steps - 1, steps).tolist() == [0, 0]
 
 
-def test_passes_that_settle_nothing_are_known():
+def test_find_active_passes():
     assert find_active_passes(torch.tensor([144]), 24) == [False] + [True] * 23
     assert find_active_passes(torch.tensor([64]), 8) == [True] * 8
     few = find_active_passes(torch.tensor([6, 0]), 24)
@@ -26,7 +26,7 @@ def test_passes_that_settle_nothing_are_known():
     assert find_active_passes(torch.tensor([0]), 4) == [False] * 4
 
 
-def test_the_least_sure_stay_hidden_and_what_is_settled_stays():
+def test_least_confident_codes_stay_masked():
     sure = torch.tensor([[0.1, 0.9, 0.5, 0.2], [0.4, 0.3, 0.2, 0.1]])
     hidden = torch.tensor([[False, True, True, True], [True] * 4])
     kept = hide_least_confident(sure, hidden, torch.tensor([1, 3]))

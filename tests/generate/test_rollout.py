@@ -62,7 +62,7 @@ def test_a_cache_equals_none_beyond_the_memory_too(acts, order, before):
     assert ours.dynamics_cache.num_cached_frames == 2 and ours.dynamics_cache.num_frames == before + 8
 
 
-def test_what_is_drawn_is_what_the_next_frame_is_made_of():
+def test_drawn_codes_condition_the_next_frame():
     """Codes that were drawn are fed back: by the same start and actions, what is said of the next frame differs only
     where another one was drawn before it."""
     model, hidden = world(latent=False), torch.ones(2, 1, 2, 2, dtype=torch.bool)
@@ -81,7 +81,7 @@ def test_what_is_drawn_is_what_the_next_frame_is_made_of():
     assert not torch.equal(ids, other) and not torch.allclose(a, c)
 
 
-def test_within_a_frame_each_pass_sees_what_the_last_settled():
+def test_each_pass_reads_the_codes_of_the_last():
     given = []
 
     def say(ids: Tensor, hidden: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def test_what_cannot_be_is_refused():
             RolloutConfig(**wrong)
 
 
-def test_passes_that_settle_nothing_are_not_made_and_change_nothing(monkeypatch):
+def test_empty_passes_are_skipped(monkeypatch):
     passes, rolling = [], RolloutConfig(steps=12, sampling=SEEDED)
 
     def say(ids: Tensor, hidden: Tensor) -> Tensor:
@@ -221,6 +221,6 @@ def test_passes_that_settle_nothing_are_not_made_and_change_nothing(monkeypatch)
     assert torch.equal(generate_frame(say, empty, rolling, chance), found) and len(passes) == 16
 
 
-def test_codes_are_settled_in_any_order_unless_told():
-    """The surest are those that did not change: settled first, they copy the last frame."""
+def test_random_order_is_the_default():
+    """Confident codes are those that did not change, so a confidence order would copy the last frame."""
     assert RolloutConfig().order == "random"

@@ -32,7 +32,7 @@ MODEL = tiny()
 
 
 class NoCache:
-    """Reads everything anew for every token, each row alone."""
+    """Recompute the whole row for every token, one row at a time."""
 
     def __init__(self, model, rows, capacity):
         self.model, self.rows = model, [[] for _ in range(rows)]
@@ -48,7 +48,7 @@ class NoCache:
 
 
 def scripted(*rows: list[int]):
-    """A stepper that has the model say exactly these ids."""
+    """Stepper that makes the model generate exactly these ids."""
 
     class Scripted:
         def __init__(self, model, count, capacity):
@@ -257,7 +257,7 @@ def until(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 def pieces_with_bytes() -> Tokenizer:
-    """A vocabulary as SentencePiece makes one: what has no piece, the line end too, is a run of bytes."""
+    """SentencePiece vocabulary in which text without a piece, such as a line end, is bytes."""
     grown = [" a", "ab", " ab", "bc", "b ", " ", "a", "b", "c"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *grown]
     kinds = [

@@ -1,4 +1,4 @@
-"""Answers by a cache are what whole passes say."""
+"""Answers with a cache equal those of full passes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A VLM's words by a cache are what whole passes say, and what transformers writes."""
+"""Text of a VLM with a cache equals that of full passes and of transformers."""
 
 import pytest
 import torch

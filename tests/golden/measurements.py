@@ -399,14 +399,14 @@ MINI = {
 }
 MINI_SOURCES = {
     "learn": {"read": 1, "words": 1, "older": 1, "named": 1, "draw": 4},
-    "look": {"few": 2, "counts": 1, "few-older": 1, "drawn": 1, "draw": 3},
-    "sharpen": {"few-looks": 2, "counts-looks": 1, "older-looks": 1, "flat-looks": 1, "draw": 3},
+    "finetune": {"few": 2, "counts": 1, "few-older": 1, "drawn": 1, "draw": 3},
+    "anneal": {"few-looks": 2, "counts-looks": 1, "older-looks": 1, "flat-looks": 1, "draw": 3},
 }
 MINI_VLM_PARTS = ("tower", "connector", "position_embedding", "decoder")
 MINI_VLM_SOURCES = {
     "tune": {"scenes": 4, "emoji": 1, "text": 2},
-    "mend": {"lettered": 4, "emoji": 1, "text": 2},
-    "hone": {"lettered": 2, "few": 2, "few-older": 1, "few-flat": 1, "text": 1},
+    "replay": {"lettered": 4, "emoji": 1, "text": 2},
+    "anneal": {"lettered": 2, "few": 2, "few-older": 1, "few-flat": 1, "text": 1},
 }
 
 

@@ -463,23 +463,35 @@ def find_template(files: Mapping[str, Any]) -> str | None:
     return files["chat_template.json"]["chat_template"] if "chat_template.json" in files else None
 
 
-def write_checkpoint(name: str, folder: Path) -> Path:
-    """Write a random checkpoint in the shape of a released model."""
+def write_config(name: str, folder: Path, shrink: bool = True) -> JSON:
+    """Write config, tokenizer and processor files of a released model, shrunk or not. Returns the config.json."""
     row, files = MODELS[name], RELEASED[name]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(row, row.template or find_template(files))
     tokenizer.save(folder)
-    hf_config = merge(set_token_ids(shrink_config(files["config.json"]), row, tokenizer), row.patch)
-    parts = [hf_config.get(key) for key in TEXT_PARTS]
-    next((part for part in parts if part), hf_config)["vocab_size"] = tokenizer.vocab_size + 6
+    released = files["config.json"]
+    hf_config = set_token_ids(shrink_config(released) if shrink else released, row, tokenizer)
+    if shrink:
+        hf_config = merge(hf_config, row.patch)
+    key = next((key for key in TEXT_PARTS if hf_config.get(key)), None)
+    text, released_text = (hf_config, released) if key is None else (hf_config[key], released[key])
+    text["vocab_size"] = tokenizer.vocab_size + 6 if shrink else released_text["vocab_size"]
     written = {"config.json": hf_config}
     for file in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         if file in files:
-            written[file] = merge(shrink_budget(files[file]), row.patch_files.get(file, {}))
+            written[file] = files[file]
+            if shrink:
+                written[file] = merge(shrink_budget(files[file]), row.patch_files.get(file, {}))
     if "generation_config.json" in files:
         written["generation_config.json"] = set_token_ids(files["generation_config.json"], row, tokenizer)
     for file, content in written.items():
         (folder / file).write_text(json.dumps(content))
+    return hf_config
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write a random checkpoint in the shape of a released model."""
+    hf_config = write_config(name, folder)
     found = find_checkpoint(folder)
     assert found.family is not None
     model = randomize(found.model_class(found.config).eval(), 3, 0.2)

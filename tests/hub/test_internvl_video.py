@@ -1,5 +1,4 @@
-"""Videos shown to InternVL: the ids of its own processor, the logits and gradients of transformers' model, and what is
-read of a file.
+"""InternVL with videos: ids of its processor, logits and gradients of transformers' model, and frames of files.
 
 Their video processor resizes by torchvision: here their image processor makes each frame a tile. Which frames it picks
 is held against ours in tests/processing/test_footage.py.

@@ -365,7 +365,7 @@ def test_unsupported_settings_raise(change, message, tmp_path, use_tower):
 
 
 def test_parameters_are_those_published():
-    """Ours, the speech tower of transformers, and the speech LoRA: as many numbers as the index of the files says."""
+    """Our model, the speech tower and the speech LoRA together have the parameters of the index of the files."""
     about = json.loads(Path(__file__).with_name("released_configs.json").read_text())
     about = about["microsoft/Phi-4-multimodal-instruct"]["config.json"]
     config, audio = phi4_multimodal.PHI4MM.from_hf_config(about), T.Phi4MultimodalAudioConfig(bias_max_distance=500)

@@ -1,5 +1,8 @@
-"""Whole Qwen2-VL, 2.5, 3 and 3 with experts against transformers, on random weights of odd shapes: words alone,
-pictures, videos, both, padded batches against packed ones; values, gradients, positions, pixels, and the way back."""
+"""Qwen2-VL, 2.5, 3 and 3 with experts match transformers on random weights of odd shapes.
+
+Compares text alone, images, videos, both, and padded batches with packed ones: values, gradients, positions, pixels and
+exports.
+"""
 
 import json
 import random

@@ -104,7 +104,7 @@ def test_genie_matches_a_manual_computation():
 
 
 def test_published_times_are_above_the_roofline():
-    """Cosmos-2 2B: 50 s a clip of 480p on an H200; CogVideoX and Genie are told slower than this too."""
+    """Cosmos-2 2B: 50 s for a clip of 480p on an H200. Published times of CogVideoX and Genie are also longer."""
     assert 30 < get_system_cost("cosmos-2-2b", devices=["h200"]).latency["h200"][37_440].seconds < 50
     assert get_system_cost("genie-11b", devices=["h100"]).latency["h100"][14_720].hz > 1  # told: about 1 frame a second
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers import interpreted
+from helpers import compile_kernel, interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -61,6 +61,25 @@ for B, C in ((1, 1), (7, 3), (300, 10), (0, 4)):
         for seed in (0, 2**40):
             ours = random_bits.random_bits(counter_rng._hash_label(seed, "a draw"), index, C)
             assert torch.equal(ours, counter_rng.random_bits(seed, index, "a draw", C))
+from vitrail.nn.blockwise_quantization import NF4Weight
+from vitrail.nn.kernels.nf4_triton import dequantize_nf4
+from vitrail.nn.kernels.rotary_triton import rotate
+
+for shape in ((128, 192), (65, 257), (3, 5)):
+    weight = NF4Weight.quantize(torch.randn(shape))
+    assert torch.equal(dequantize_nf4(weight, torch.float32), weight.dequantize(torch.float32))
+
+for H, D, rotated, pairing, rows in ((3, 16, 16, "half", 2), (4, 24, 16, "adjacent", 1), (2, 20, 12, "half", 1)):
+    rotary = RotaryEmbedding(RotaryConfig(head_dim=D, rotary_dim=rotated, pairing=pairing))
+    turn = rotary(torch.randint(0, 50, (rows, 7)))
+    wide = torch.randn(2, 7, H + 2, D)
+    x, y = (wide[:, :, 1:-1].detach().requires_grad_() for _ in range(2))
+    ours, plain = rotate(x, turn.cos, turn.sin, pairing == "adjacent"), apply_rotation(y, turn)
+    torch.testing.assert_close(ours, plain)
+    gradient = torch.randn(2, 7, D, H).mT
+    ours.backward(gradient)
+    plain.backward(gradient)
+    torch.testing.assert_close(x.grad, y.grad)
 print("agreed")
 """
 
@@ -84,3 +103,21 @@ def test_compositing_kernel_compiles_without_a_gpu(generation, shaded):
     source = ASTSource(_paint, signature=kinds, constexprs={"SHADED": shaded, "BLOCK": BLOCK})
     made = triton.compile(source, target=GPUTarget("cuda", generation, 32))
     assert len(made.asm["cubin"]) > 1000
+
+
+@pytest.mark.parametrize("tail", [0, 64])
+def test_training_kernels_compile_without_a_gpu(tail):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vitrail.nn.kernels.nf4_triton import BYTES, _dequantize
+    from vitrail.nn.kernels.rotary_triton import _rotate
+
+    target = GPUTarget("cuda", 90, 32)
+    pointers = {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "out": "*bf16"}
+    numbers = dict.fromkeys(("L", "STRIDE_B", "STRIDE_L", "STRIDE_H", "TABLE_B"), "i32") | {"SIGN": "fp32"}
+    sizes = {"H": 24, "D": 128 + tail, "S": 64, "HP": 32, "SP": 64, "TP": tail, "ADJACENT": bool(tail)}
+    compile_kernel(_rotate, pointers, numbers, sizes, target, ASTSource)
+    pointers = {"codes": "*u8", "scale_codes": "*u8", "out": "*bf16"}
+    pointers |= dict.fromkeys(("scale_scales", "mean", "table", "map"), "*fp32")
+    compile_kernel(_dequantize, pointers, {"N": "i64"}, {"BLOCK": 64, "BYTES": BYTES}, target, ASTSource)

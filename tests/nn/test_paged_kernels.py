@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers import interpreted
+from helpers import compile_kernel, interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -142,11 +142,3 @@ def test_token_kernels_compile_without_a_gpu(norm):
     compile_kernel(token_kernels._multiply_silu, pointers, {"F": "i32"}, {"BLOCK": 1024}, target, ASTSource)
     pointers = {"part": "*fp32", "stat": "*fp32", "out": "*bf16"}
     compile_kernel(paged_attention_triton._merge, pointers, {}, {"D": 64, "SPLITS": 8}, target, ASTSource)
-
-
-def compile_kernel(kernel, pointers, numbers, constants, target, source) -> None:
-    signature = {f"{name}_ptr": kind for name, kind in pointers.items()} | numbers
-    signature |= dict.fromkeys(constants, "constexpr")
-    ordered = {name: signature[name] for name in kernel.arg_names}
-    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    triton.compile(source(fn=kernel, signature=ordered, constexprs=fixed), target=target)

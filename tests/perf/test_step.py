@@ -69,8 +69,8 @@ def test_invalid_arguments_are_refused(script, monkeypatch, capsys):
 
 def test_one_stage_and_its_sources_are_selected(script):
     mini = recipe.load_recipe("mini", {"model.parts.codec": {"checkpoint": "mini", "part": "codec"}})
-    found = script.select_stage(mini, "sharpen")
-    assert [stage.name for stage in found.stages] == ["sharpen"] and "unseen" not in found.sources
+    found = script.select_stage(mini, "anneal")
+    assert [stage.name for stage in found.stages] == ["anneal"] and "unseen" not in found.sources
     assert set(found.sources) == set(found.stages[0].mixture.weights)
     assert found.stages[0].batch_size == 512 and found.stages[0].steps == script.WARMUP + script.TIMED + script.PROFILED
 

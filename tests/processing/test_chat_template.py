@@ -161,7 +161,7 @@ output = st.text(max_size=30)
 
 
 @given(st.lists(output, min_size=2, max_size=5), st.sampled_from(["chatml", "qwen2-vl", "vicuna", "mistral"]))
-def test_spans_lie_on_what_the_assistant_said(contents, name):
+def test_spans_cover_assistant_turns(contents, name):
     messages = [assistant(text) if n % 2 else user(text) for n, text in enumerate(contents)]
     text, spans = ChatTemplate.from_preset(name).render_spans(messages)
     opening, closing = ("", "<|im_end|>") if name in ("chatml", "qwen2-vl") else (" ", "</s>")
@@ -386,7 +386,7 @@ def test_bad_templates_are_explained(source, problem):
     assert caught.value.remedy
 
 
-def test_templates_may_ask_for_what_is_not_there():
+def test_templates_may_read_undefined_variables():
     source = "{% if tools %}x{% endif %}{% if tools is not none %}y{% endif %}{{ city | default('z') }}"
     assert ChatTemplate(source + "{{ strftime_now('%%') }}").render([]) == "z%"
 

@@ -181,7 +181,7 @@ def test_other_colour_spaces(mode):
     assert np.abs(pixels(other).astype(int) - np.asarray(image)).mean() < 4
 
 
-def test_does_not_alter_what_it_is_given():
+def test_inputs_are_not_modified():
     image = noise()
     image.info["comment"] = b"kept"
     load_image(image).putpixel((0, 0), (1, 2, 3))
@@ -229,7 +229,7 @@ def test_pages_are_measured_one_by_one():
 # ── what is refused ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_files_that_are_none(tmp_path):
+def test_invalid_files(tmp_path):
     refused(tmp_path / "absent.png", "absent.png does not exist")
     refused(tmp_path, "is a directory")
     empty = tmp_path / "empty.jpg"
@@ -267,7 +267,7 @@ def test_no_ghostscript():
 
 @pytest.mark.parametrize("side", [9_460, 20_000, 2**31 - 1])
 def test_bombs_are_refused_before_decoding(side, tmp_path):
-    """A header of a gigantic picture with no pixels after it: what is refused is the size, not the missing data."""
+    """The header of a gigantic image without pixels: the error is about the size, not the missing data."""
     path = tmp_path / "bomb.png"
     path.write_bytes(png(side, side, 8, 2, b""))
     with warnings.catch_warnings():
@@ -435,7 +435,7 @@ def test_spoilt_files_only_raise_image_errors(name, strict, capfd):
 )
 @pytest.mark.parametrize("where", [(Image, "open"), (ImageFile.ImageFile, "load"), (Image.Image, "getexif")])
 def test_whatever_pillow_raises(error, where, monkeypatch):
-    """The rare ones, which a few thousand spoilt files may not meet."""
+    """Rare errors, which a few thousand damaged files may not cause."""
 
     def fail(*args, **kwargs):
         raise error("deep inside")

@@ -345,7 +345,7 @@ def test_hd9_views_are_the_padded_square(height, width):
 
 @given(st.sampled_from(sorted(RESOLUTION_POLICIES)), st.integers(1, 600), st.integers(1, 600))
 @settings(max_examples=60)
-def test_apply_gives_what_cut_says(name, height, width):
+def test_apply_matches_layout(name, height, width):
     policy = get_policy(name)
     if name == "native" and max(height, width) > 200 * min(height, width):
         return
@@ -442,7 +442,7 @@ def test_bad_values(kind, bad):
 
 @pytest.mark.parametrize("policy", [*(kind() for kind in RESOLUTION_POLICIES.values()), *PRESETS.values()])
 def test_plain_and_back(policy):
-    """A recipe may name any policy: the tag says which."""
+    """A recipe can name any policy by its tag."""
     union = msgspec.convert(policy.to_dict(), AnyResolutionPolicy, dec_hook=convert_registered)
     assert union == policy == type(policy).from_dict(policy.to_dict())
 

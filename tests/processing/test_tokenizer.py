@@ -41,7 +41,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(decoder_strips: bool = True) -> Tokenizer:
-    """A vocabulary as SentencePiece leaves it: words with ▁, and bytes for what it does not know."""
+    """SentencePiece vocabulary: words with ▁, and bytes for unknown text."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "t", "h", "e", "▁t", "he", "▁the"]
     rust = Rust(
         models.BPE(

@@ -170,7 +170,7 @@ def resized(processor, frames: int, height: int, width: int, size, factor: int, 
     return found.height, found.width
 
 
-def test_videos_that_hardly_are():
+def test_very_short_videos():
     for rule in RULES:
         films = VideoSamplingConfig.default(rule, 28)
         assert films.sample_frame_indices(1, 0.04) == [0]

@@ -22,7 +22,7 @@ from vitrail.errors import ConfigError
             "stages.0.optim.kind",
             "adamx",
             'stages.0.optim.kind: "adamx" is not a valid value',
-            "did you mean 'adamw'? known: adamw, lamb, muon",
+            "did you mean 'adamw'? known: adamw, adamw_8bit, lamb, muon",
         ),
         ("smoke", "stages.0.task", "txt", "stages.0.task: there is no task 'txt'", "did you mean 'text'? known: chat,"),
         ("smoke", "model.kind", "decodr", "model.kind: there is no model kind 'decodr'", "did you mean 'decoder'?"),
@@ -34,7 +34,7 @@ from vitrail.errors import ConfigError
             "model.config.connector.kind",
             "projectr",
             "model.config.connector.kind: there is no connector 'projectr'",
-            "did you mean 'projector'? known: attention_pool,",
+            "did you mean 'projector'? known: attention-pool,",
         ),
         ("mini-vlm", "model.config.tower.layerz", 1, "no key 'model.config.tower.layerz'", "did you mean 'layers'?"),
         (
@@ -64,7 +64,7 @@ def test_an_unknown_recipe_is_answered_with_the_nearest_name():
 
 
 def test_unknown_stages_and_sources_are_answered_with_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"did you mean 'tune'\? known: tune, mend, hone"):
+    with pytest.raises(ConfigError, match=r"did you mean 'tune'\? known: tune, replay, anneal"):
         recipe.load_recipe("mini-vlm").stage_index("tunes")
     with pytest.raises(ConfigError, match=r"stages\.0\.validate names 'docs-tes'.*\n.*did you mean 'docs-test'"):
         recipe.load_recipe("smoke", {"stages.0.validate": ["docs-tes"]})

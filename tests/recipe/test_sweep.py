@@ -1,4 +1,4 @@
-"""Sweeps: what is run, that nothing is run twice, and the table."""
+"""Sweeps: list of runs, no repeated run, and the table."""
 
 import json
 import math
@@ -377,7 +377,7 @@ def test_smoke_test_names_the_failing_requirement(chain, tmp_path, monkeypatch):
 
 
 def test_only_missing_requirements_are_trained(chain, tmp_path):
-    """Neither what is there, nor what only served to train what is there."""
+    """Existing checkpoints, and those needed only to train them, are not trained."""
     (tmp_path / "out" / "first" / "final").mkdir(parents=True)
     assert [need.recipe for need in sweep.list_missing_requirements(sweep.load_sweep(chain))] == ["second.toml"]
     (tmp_path / "out" / "first" / "final").rmdir()

@@ -1,18 +1,17 @@
-"""Answers of a schema and tool calls: they always parse and validate, streamed as unstreamed, beside other requests."""
+"""Schema answers and tool calls always parse and validate, streamed or not, next to other requests."""
 
-import copy
 import json
 import random
 
 import httpx2 as httpx
 import jsonschema
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from serve.test_openai_server import BLUE, CHAT, image_message, text_pipeline
+from serve.constrained_steps import CITY, PIPELINE, compare_overlapping_steps, text_pipeline
+from serve.test_openai_server import BLUE, CHAT, image_message
 from vitrail.generate import SamplingConfig
 from vitrail.pipelines import load
 from vitrail.processing.tokenizer import Tokenizer
@@ -29,12 +28,6 @@ from vitrail.serve.tool_calls import HERMES, LLAMA, ToolCallParser, build_tool_g
 
 pytest.importorskip("llguidance")
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": CITY}}
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
 # Templates that write tools and calls as those of Qwen and of Llama do.
@@ -49,7 +42,6 @@ LLAMA_TEMPLATE = (
     + MESSAGES
     + "{{ '{\"parameters\": ' }}{{ c.function.arguments | tojson }}}{% endfor %}{{ '\n' }}{% endfor %}a:"
 )
-PIPELINE = text_pipeline(context=2000)
 COMPILER = ConstraintCompiler(PIPELINE.tokenizer, PIPELINE.tokenizer.stop_ids)
 
 
@@ -130,31 +122,9 @@ def test_answers_validate_and_other_rows_do_not_change(schemas, seed):
     assert engine.stats.pages_used == 0
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_steps_that_overlap_give_the_same_answers(device):
-    """On a GPU, the host reads the tokens of a step after it launched the next one."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    prompt, schema = EnginePrompt(PIPELINE.tokenizer.encode("a dog")), build_json_grammar(CITY)
-    stop_ids = tuple(PIPELINE.tokenizer.stop_ids)
-    samplings = [SamplingConfig(temperature=1.0, seed=seed) for seed in range(3)]
-    params = [
-        SamplingParams(max_new_tokens=120, stop_ids=stop_ids if i % 2 else (), sampling=samplings[i // 2])
-        for i in range(6)
-    ]
-    found = []
-    for overlaps in (False, True):
-        model = PIPELINE.model if not overlaps else copy.deepcopy(PIPELINE.model).to(device)
-        config = EngineConfig(max_num_seqs=3, page_size=4, num_pages=33, max_batched_tokens=9)
-        engine = Engine(model, config, num_known_ids=PIPELINE.tokenizer.vocab_size)
-        engine._overlaps = overlaps
-        constraints = [COMPILER.compile(schema) if i % 2 else None for i in range(6)]
-        outputs = engine.generate([prompt] * 6, params, constraints)
-        found.append([(one.ids, one.end) for one in outputs])
-        assert engine.stats.preemptions and engine.stats.pages_used == 0
-        for output in outputs[1::2]:
-            jsonschema.validate(json.loads(PIPELINE.tokenizer.decode(output.ids)), CITY)
-    assert found[0] == found[1]
+def test_steps_that_overlap_give_the_same_answers():
+    for output in compare_overlapping_steps("cpu"):
+        jsonschema.validate(json.loads(PIPELINE.tokenizer.decode(output.ids)), CITY)
 
 
 def test_the_mask_leaves_only_tokens_that_continue_the_grammar():

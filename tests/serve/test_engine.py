@@ -1,6 +1,7 @@
 """An answer of the engine equals the same request alone, whatever else runs."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,9 @@ from vitrail.generate.vlm_generation import generate_from_streams
 from vitrail.models.vlm import VLM
 from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, MoEConfig, RotaryConfig
 from vitrail.serve.captured_decode import CapturedDecode, batch_sizes, choose_splits, select_most_likely
-from vitrail.serve.engine import Engine, QueueFullError, collect_output
-from vitrail.serve.engine_request import EnginePrompt, SamplingParams
+from vitrail.serve.client_fairness import QueueFullError
+from vitrail.serve.engine import Engine, EngineFailedError
+from vitrail.serve.engine_request import EnginePrompt, SamplingParams, collect_output
 from vitrail.serve.engine_scheduler import EngineConfig
 from vitrail.serve.model_runner import build_engine_prompt
 from vitrail.stream import build_stream, text_part
@@ -84,7 +86,7 @@ def check_clean(engine: Engine) -> None:
     """Nothing is left of the requests: no pages, no slots, no clients."""
     assert engine.allocator.num_used == 0
     assert len(engine.scheduler.free_slots) == engine.config.max_num_seqs
-    assert not engine.scheduler.served and not engine.has_work
+    assert not engine.scheduler.clients and not engine.has_work
 
 
 class UncapturedDecode(CapturedDecode):
@@ -309,6 +311,32 @@ def test_a_failed_pass_ends_its_requests_and_the_engine_continues(monkeypatch):
     (output,) = engine.generate([EnginePrompt([1])], SamplingParams(max_new_tokens=2))
     assert output.end == "length"
     check_clean(engine)
+
+
+@pytest.mark.parametrize("part", ["decode", "delivery"])
+def test_a_failed_device_ends_all_requests_and_refuses_new_ones(part, monkeypatch):
+    """After a CUDA error every call fails, and the error may arrive when the host reads the tokens."""
+    engine = Engine(DECODERS["llama"](), EngineConfig(page_size=4, max_num_seqs=1))
+
+    def fail(*arguments, **options):
+        raise RuntimeError("CUDA error")
+
+    events = [[] for _ in range(3)]
+    monkeypatch.setattr(engine.cache, "clear_pages", fail)
+    monkeypatch.setattr(*((engine.runner, "decode", fail) if part == "decode" else (engine, "_deliver", fail)))
+    for own in events:
+        engine.submit(EnginePrompt([1]), SamplingParams(max_new_tokens=9), own.extend)
+    engine.start()
+    deadline = time.monotonic() + 30
+    while not all(own and own[-1].end for own in events) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [own[-1].end for own in events] == ["error"] * 3
+    params = SamplingParams(max_new_tokens=1)
+    with pytest.raises(EngineFailedError, match="restart"):
+        engine.submit(EnginePrompt([1]), params)
+    with pytest.raises(EngineFailedError, match="restart"):
+        engine.generate([EnginePrompt([1])], params)
+    engine.close()
 
 
 def test_the_thread_serves_and_drains():

@@ -1,5 +1,6 @@
 """The engine on a GPU, with CUDA graphs and Triton kernels, generates the tokens of the model without it."""
 
+import json
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from generate.test_vlm_generation import CASES
 from helpers import randomize, relative
+from serve.constrained_steps import CITY, PIPELINE, compare_overlapping_steps
 from serve.test_engine import DECODERS, SAMPLINGS, V, check_clean, simulate, stream_requests
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.presets import DECODER_PRESETS
@@ -54,6 +56,12 @@ def test_answers_about_images_equal_those_on_the_cpu():
         (output,) = engine.generate([build_engine_prompt(model, stream, gpu_images)], SamplingParams(max_new_tokens=8))
         options = {"max_new_tokens": 8, "sampling": SAMPLINGS[0]}
         assert output.ids == generate_from_streams(cpu_model, [stream], images, **options)[0].ids
+
+
+def test_answers_of_a_schema_equal_those_on_the_cpu():
+    pytest.importorskip("llguidance")
+    for output in compare_overlapping_steps("cuda"):
+        assert json.loads(PIPELINE.tokenizer.decode(output.ids)).keys() == CITY["properties"].keys()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(32, 8, 64), (16, 8, 128), (8, 8, 256), (12, 2, 32)])

@@ -1,5 +1,6 @@
 """The server of OpenAI's API: streamed = unstreamed = the pipeline, and errors that name the field."""
 
+import asyncio
 import base64
 import io
 import json
@@ -15,22 +16,23 @@ from PIL import Image
 
 from helpers import randomize
 from hub.shrunk_checkpoints import write_checkpoint
-from vitrail.backbones.decoder import Decoder, DecoderConfig
+from serve.constrained_steps import text_pipeline
 from vitrail.encoders import TextTowerConfig, ViTConfig
 from vitrail.errors import ConfigError, TextError
 from vitrail.generate import GREEDY, SamplingConfig
 from vitrail.models.contrastive_model import ContrastiveConfig, ContrastiveModel
-from vitrail.nn import AttentionConfig, BlockConfig, GatedMLPConfig, PlainMLPConfig, RotaryConfig
-from vitrail.pipelines import ChatPipeline, EmbeddingPipeline, TextPipeline, load
+from vitrail.nn import AttentionConfig, BlockConfig, PlainMLPConfig
+from vitrail.pipelines import ChatPipeline, EmbeddingPipeline, load
 from vitrail.processing.image_preprocessor import ImagePreprocessor
-from vitrail.processing.tokenizer import Tokenizer
 from vitrail.serve import http_protocol
+from vitrail.serve.engine import EngineFailedError
 from vitrail.serve.engine_scheduler import EngineConfig
+from vitrail.serve.generation_run import GenerationRun
+from vitrail.serve.openai_schema import CompletionRequest
 from vitrail.serve.openai_server import ServedModels, ServerLimits, build_app
 from vitrail.serve.served_model import MediaLimits, ServedModel
+from vitrail.serve.server_metrics import ServerMetrics
 from vitrail.serve.server_process import open_server
-
-SAID = ["the red cube is behind the blue ball", "how many balls are there?", "a dog and a cat and a lamp"]
 
 
 def data_url(image: Image.Image, kind: str = "PNG") -> str:
@@ -41,21 +43,6 @@ def data_url(image: Image.Image, kind: str = "PNG") -> str:
 
 RED, BLUE = Image.new("RGB", (40, 30), "red"), Image.effect_mandelbrot((33, 50), (-2, -1.5, 1, 1.5), 20).convert("RGB")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "how many?"}]}
-
-
-def text_pipeline(context: int = 128) -> TextPipeline:
-    tokenizer = Tokenizer.train(SAID * 3, 300, bos="<s>", eos="</s>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-        "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endif %}{{ ' ' }}{% endfor %}a:"
-    )
-    block = BlockConfig(
-        width=32, attention=AttentionConfig(heads=4, kv_heads=2), mlp=GatedMLPConfig(intermediate_size=40), norm="rms"
-    )
-    config = DecoderConfig(
-        vocab_size=tokenizer.vocab_size, layers=2, block=block, rotary=RotaryConfig(head_dim=8), context_length=context
-    )
-    return TextPipeline(randomize(Decoder(config), spread=0.3), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +378,36 @@ def wait_until(is_so) -> bool:
     return False
 
 
+def test_a_failed_device_gives_503():
+    model = ServedModel("tiny", text_pipeline())
+    with open_server(model) as url, httpx.Client(base_url=url[:-3], timeout=60) as client:
+        assert client.get("/health").status_code == 200
+        model.engine.failure = EngineFailedError("the device of the model failed", "restart the server")
+        for answer in (client.get("/health"), client.post("/v1/chat/completions", json=CHAT)):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_failed"
+
+
+def test_tokens_that_wait_are_one_chunk():
+    """A loop that is behind sends several tokens at once: the text and the counts are those of single ones."""
+
+    async def run(pause: float) -> tuple[list[str], str, int]:
+        prepared = model.prepare_completion(CompletionRequest(model="tiny", prompt="how", max_tokens=20))
+        generation = GenerationRun(model, prepared, ServerMetrics(), 60)
+        generation.start("a")
+        while pause and generation.sequences[0].end is None:
+            await asyncio.sleep(pause)
+        await asyncio.sleep(pause)
+        deltas = [delta async for _, delta in generation.deltas()]
+        texts = [one.text for one in deltas]
+        return texts, deltas[-1].finish_reason, generation.num_completion_tokens
+
+    model = ServedModel("tiny", text_pipeline())
+    model.engine.start()
+    late, early = asyncio.run(run(0.05)), asyncio.run(run(0.0))
+    model.engine.close()
+    assert len(late[0]) == 1 and "".join(early[0]) == late[0][0] and early[1:] == late[1:] == ("length", 20)
+
+
 def test_a_disconnect_cancels_the_request():
     model = ServedModel("tiny", text_pipeline(context=20_000), EngineConfig(page_size=64))
     engine = model.engine
@@ -466,7 +483,7 @@ def test_two_hundred_clients_lose_no_request():
             thread.join()
     assert len(statuses) >= 200 and set(statuses) == {200}
     assert model.engine is not None
-    assert model.engine.stats.pages_used == 0 and not model.engine.scheduler.served
+    assert model.engine.stats.pages_used == 0 and not model.engine.scheduler.clients
 
 
 def test_models_that_cannot_be_served_are_refused():

@@ -98,7 +98,7 @@ def test_bins(lengths, budget):
     assert all(a + b > budget for n, a in enumerate(filled) for b in filled[n + 1 :])
 
 
-def test_rows_are_told_apart_and_the_same_every_time():
+def test_assign_and_pack_rows():
     assert assign_rows([4, 8, 1, 4, 2, 1], 10) == [[0, 2, 3, 5], [1, 4]]
     streams = [
         build_stream([text_part([i] * n, loss_mask=True)], name=f"n{i}") for i, n in enumerate([4, 8, 1, 4, 2, 1])

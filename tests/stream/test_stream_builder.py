@@ -77,7 +77,7 @@ def test_spans():
         )
 
 
-def test_a_loss_that_sees_its_answer_is_refused():
+def test_loss_inside_a_bidirectional_span_is_refused():
     codes = image_part(GRID, ids=range(6), loss_mask=True)
     assert build_stream([text_part([1]), codes]).num_target_tokens == 6
     with pytest.raises(

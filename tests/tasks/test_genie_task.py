@@ -180,7 +180,7 @@ def test_recipe_weights_fit_a_package():
 
 def test_recipe_trains_latent_actions_before_dynamics():
     given = recipe.load_recipe("genie-coinrun")
-    assert [make_stage.name for make_stage in given.stages] == ["actions", "codec", "dynamics", "further"]
+    assert [make_stage.name for make_stage in given.stages] == ["actions", "codec", "dynamics", "extend"]
     assert {(make_stage.batch_size, make_stage.num_workers) for make_stage in given.stages} == {(64, 4)}
 
 

@@ -1,4 +1,4 @@
-"""Independent turns: each question gives the same result as if it were asked alone."""
+"""Independent turns: each question has the result that it has alone."""
 
 from typing import Any
 

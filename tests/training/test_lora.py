@@ -20,8 +20,17 @@ from vitrail.nn import (
     Workload,
     cost,
 )
+from vitrail.nn.blockwise_quantization import NF4Linear
 from vitrail.training.ema import EMA
-from vitrail.training.lora import LoRAConfig, LoRALinear, add_lora, load_lora_state_dict, lora_state_dict, merge_lora
+from vitrail.training.lora import (
+    LoRAConfig,
+    LoRALinear,
+    add_lora,
+    load_lora_state_dict,
+    lora_state_dict,
+    merge_lora,
+    quantize_base,
+)
 from vitrail.training.optimizer import OptimConfig, Optimizer, ParamGroupConfig
 
 IDS = torch.tensor([[1, 5, 2, 7, 7, 0]])
@@ -237,3 +246,60 @@ def test_cost_is_counted():
 def test_invalid_configs_raise(make, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         make()
+
+
+def quantized(targets=("*.q", "*.v", "*.down")):
+    """A decoder with random adapters over NF4 weights, and one with the same adapters over the dequantized weights."""
+    model = add_lora(decoder(), config(*targets))
+    quantize_base(randomize_adapters(model))
+    plain = add_lora(decoder(), config(*targets))
+    load_lora_state_dict(plain, lora_state_dict(model))
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if isinstance(layer, LoRALinear | NF4Linear):
+                other = plain.get_submodule(name)
+                base = layer.base_weight if isinstance(layer, LoRALinear) else layer.weight
+                other._parameters["weight"].copy_(base)
+    return model, plain
+
+
+def test_adapters_over_nf4_weights():
+    """All linear layers of the blocks are packed; outputs and gradients are those over the dequantized weights."""
+    model, plain = quantized()
+    names = {name for name, _ in model.named_parameters()}
+    assert not [name for name in names if name.startswith("blocks.") and name.endswith(("qkv.weight", "up.weight"))]
+    assert {"embed.weight", "head.weight"} <= names  # these are no layers of blocks
+    ours, expected = model(IDS), plain(IDS)
+    assert relative(ours, expected) < 1e-5
+    weights = [[p for p in one.parameters() if p.requires_grad] for one in (model, plain)]
+    gradients = [torch.autograd.grad(y.square().sum(), p) for y, p in zip((ours, expected), weights, strict=True)]
+    assert len(weights[0]) == len(weights[1]) == 12
+    for a, b in zip(*gradients, strict=True):
+        assert relative(a, b) < 1e-4
+
+
+def test_merging_nf4_weights():
+    model, plain = quantized()
+    before = model(IDS)
+    assert relative(merge_lora(model)(IDS), before) < 1e-5
+    assert model.state_dict().keys() == decoder().state_dict().keys()
+    assert all(type(layer) is nn.Linear for layer in model.modules() if isinstance(layer, nn.Linear))
+    merge_lora(plain)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name])
+
+
+def test_routers_and_layers_without_adapters():
+    model = add_lora(decoder(), config("blocks.0.*.q"))
+    quantize_base(model)
+    kinds = {name: type(layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    assert kinds["blocks.0.branches.self.op.qkv"] is LoRALinear
+    assert kinds["blocks.0.branches.mlp.op.down"] is NF4Linear
+    assert kinds["blocks.1.branches.mlp.op.down"] is nn.Linear  # a block without adapters
+
+
+@pytest.mark.slow
+def test_nf4_weights_compile():
+    model, _ = quantized(("*.q",))
+    compiled = torch.compile(model, backend="eager")
+    assert relative(compiled(IDS), model(IDS)) < 1e-5

@@ -521,3 +521,82 @@ def test_state_of_another_model_raises():
     other = Optimizer(net(torch.bfloat16), OptimConfig(lr=1e-3))
     with pytest.raises(CheckpointError, match=r"master\.decoder\.bias"):
         other.load_state_dict(state)
+
+
+# ---- 8-bit state ------------------------------------------------------------------------------------------------
+
+
+class Quadratic(nn.Module):
+    """Matrices with a target each: the gradient is the distance to it, with values of many magnitudes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large, self.other = (nn.Parameter(torch.randn(70, 64)) for _ in range(2))
+        self.small = nn.Parameter(torch.randn(63, 64))
+
+    def give_gradients(self, step):
+        generator = torch.Generator().manual_seed(step)
+        for p in self.parameters():
+            spread = torch.logspace(-2, 1, p.shape[1])
+            p.grad = (p.detach() * spread + 0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def train_quadratic(kind, steps, dtype=torch.float32):
+    model = Quadratic().to(dtype)
+    optimizer = Optimizer(model, OptimConfig(lr=1e-2, weight_decay=0.0, kind=kind))
+    for step in range(steps):
+        model.give_gradients(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_8_bit_state_follows_32_bits():
+    runs = (("adamw_8bit", 60), ("adamw", 60), ("adamw_8bit", 0))
+    (eight, _), (full, _), (start, _) = (train_quadratic(*one) for one in runs)
+    for name, expected in full.named_parameters():
+        moved = (expected - start.get_parameter(name)).norm()
+        distance = (eight.get_parameter(name) - expected).norm()
+        assert distance <= (0.1 * moved if name != "small" else 0)  # AdamW8bit of bitsandbytes 0.50.2: 0.078
+    assert not torch.equal(eight.large, full.large)
+
+
+def test_8_bit_state_is_small_and_leaves_small_parameters_alone():
+    _, optimizer = train_quadratic("adamw_8bit", 2, torch.bfloat16)
+    state = optimizer.state_dict()
+    assert state["codes.large"].dtype == torch.uint8 and state["codes.large"].shape == (2, 18 * 256)
+    assert state["scales.large"].shape == (2, 18) and state["master.large"].dtype == torch.float32
+    assert state["mean.small"].shape == (63, 64) and "codes.small" not in state
+    assert not hasattr(optimizer.parameter_states["large"], "exp_avg")  # no float32 means between steps
+
+
+def test_squares_above_zero_keep_a_code_above_zero():
+    """An update divided by eps alone would be huge."""
+    model = Quadratic()
+    optimizer = Optimizer(model, OptimConfig(lr=1e-3, weight_decay=0.0, kind="adamw_8bit", max_grad_norm=0))
+    before = model.large.detach().clone()
+    for factor in (1.0, 1e-9, 1e-9):
+        model.large.grad = torch.full_like(model.large, 1e-5 * factor)
+        model.large.grad[:, 0] = 1.0
+        optimizer.step()
+    assert (model.large - before).abs().max() < 0.01
+    assert (optimizer.state_dict()["codes.large"][1, : 70 * 64] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_state_resumes_bit_for_bit(dtype):
+    whole, _ = train_quadratic("adamw_8bit", 6, dtype)
+    first, optimizer = train_quadratic("adamw_8bit", 3, dtype)
+    saved = load(save(optimizer.state_dict()))
+    resumed = Quadratic().to(dtype)
+    resumed.load_state_dict(first.state_dict())
+    again = Optimizer(resumed, OptimConfig(lr=1e-2, weight_decay=0.0, kind="adamw_8bit"))
+    again.load_state_dict(saved)
+    for step in range(3, 6):
+        resumed.give_gradients(step)
+        again.step()
+        again.zero_grad()
+    assert equal(weights(resumed), weights(whole))
+    with pytest.raises(CheckpointError, match="optimizer"):
+        Optimizer(resumed, OptimConfig(lr=1e-2)).load_state_dict(saved)

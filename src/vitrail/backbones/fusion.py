@@ -4,7 +4,7 @@
     cross      gated cross-attention blocks between layers (Flamingo, Idefics, Llama-3.2-V)
     expert     own weights for image tokens within shared attention (CogVLM)
     deepstack  features of several tower layers added after the first decoder layers (Qwen3-VL)
-    image_lora low-rank updates of all layers for samples with images (Phi-4-multimodal)
+    image-lora low-rank updates of all layers for samples with images (Phi-4-multimodal)
 
 Without an image, a decoder with fusion equals the plain decoder. All added weights are in the decoder's part `fusion`,
 so they are frozen, saved and counted by that name.

@@ -22,7 +22,7 @@ from vitrail.nn.mlp import apply_activation
 from vitrail.nn.parameters import count_parameter_bytes
 
 
-class ImageLoRAConfig(Config, tag="image_lora", tag_field="kind"):
+class ImageLoRAConfig(Config, tag="image-lora", tag_field="kind"):
     """Config of an `ImageLoRA`: rank and alpha of the updates of all linear layers."""
 
     rank: int

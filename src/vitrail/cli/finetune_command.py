@@ -21,7 +21,7 @@ def finetune_model(
     part_lr: Annotated[list[str] | None, Flag] = None,
     target: Annotated[list[str] | None, Flag] = None,
     device: str | None = None,
-    full: Annotated[bool, Flag] = False,
+    method: Literal["lora", "full", "qlora"] = "lora",
     rank: int = 16,
     alpha: float = 32.0,
     dropout: float = 0.0,
@@ -61,8 +61,8 @@ def finetune_model(
         layers of the decoder's blocks.
     device
         cpu or cuda. Default: cuda if available.
-    full
-        Train all weights instead of LoRA adapters.
+    method
+        lora trains adapters, full all weights, qlora adapters over frozen 4-bit weights, with 8-bit optimizer state.
     rank
         Rank of the adapters.
     alpha

@@ -18,7 +18,7 @@ from vitrail.processing.grid import Grid
 from vitrail.registry import CONNECTORS
 
 
-class AttentionPoolConnectorConfig(ConnectorConfig, tag="attention_pool", tag_field="kind"):
+class AttentionPoolConnectorConfig(ConnectorConfig, tag="attention-pool", tag_field="kind"):
     """Config of a `AttentionPoolConnector`.
 
     pooled_width       width of all heads together, and of the pooled features
@@ -41,7 +41,7 @@ class AttentionPoolConnectorConfig(ConnectorConfig, tag="attention_pool", tag_fi
         return require_grid(layout).replace(merge_size=self.merge).num_tokens
 
 
-@CONNECTORS.register("attention_pool")
+@CONNECTORS.register("attention-pool")
 class AttentionPoolConnector(Connector[AttentionPoolConnectorConfig]):
     Config = AttentionPoolConnectorConfig
 

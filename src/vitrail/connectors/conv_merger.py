@@ -19,7 +19,7 @@ from vitrail.processing.grid import Grid
 from vitrail.registry import CONNECTORS
 
 
-class ConvMergerConfig(ConnectorConfig, tag="conv_merger", tag_field="kind"):
+class ConvMergerConfig(ConnectorConfig, tag="conv-merger", tag_field="kind"):
     """Config of a `ConvMerger`. With `newline`, a learned token ends every view. A linear layer follows if widths
     differ.
     """
@@ -31,7 +31,7 @@ class ConvMergerConfig(ConnectorConfig, tag="conv_merger", tag_field="kind"):
         return grid.t * (-(-grid.h // 2) * -(-grid.w // 2) + self.newline)
 
 
-@CONNECTORS.register("conv_merger")
+@CONNECTORS.register("conv-merger")
 class ConvMerger(Connector[ConvMergerConfig]):
     Config = ConvMergerConfig
 

@@ -19,7 +19,7 @@ from vitrail.processing.grid import Grid
 from vitrail.registry import CONNECTORS
 
 
-class GatedMergerConfig(ConnectorConfig, tag="gated_merger", tag_field="kind"):
+class GatedMergerConfig(ConnectorConfig, tag="gated-merger", tag_field="kind"):
     """Config of a `GatedMerger`. `intermediate_size` is the hidden width of the MLP.
 
     norm, eps   norm of each feature
@@ -41,7 +41,7 @@ class GatedMergerConfig(ConnectorConfig, tag="gated_merger", tag_field="kind"):
         return self.order == "blocks" and self.merge == merge_size
 
 
-@CONNECTORS.register("gated_merger")
+@CONNECTORS.register("gated-merger")
 class GatedMerger(Connector[GatedMergerConfig]):
     Config = GatedMergerConfig
 

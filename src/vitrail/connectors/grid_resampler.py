@@ -19,7 +19,7 @@ from vitrail.nn.parameters import make_small_parameter
 from vitrail.registry import CONNECTORS
 
 
-class GridResamplerConfig(ConnectorConfig, tag="grid_resampler", tag_field="kind"):
+class GridResamplerConfig(ConnectorConfig, tag="grid-resampler", tag_field="kind"):
     """Config of a `GridResampler`. A linear layer without bias precedes it if the widths differ."""
 
     num_queries: PositiveInt = 64
@@ -40,7 +40,7 @@ class GridResamplerConfig(ConnectorConfig, tag="grid_resampler", tag_field="kind
         return self.num_queries
 
 
-@CONNECTORS.register("grid_resampler")
+@CONNECTORS.register("grid-resampler")
 class GridResampler(Connector[GridResamplerConfig]):
     Config = GridResamplerConfig
 

@@ -17,7 +17,7 @@ from vitrail.processing.grid import Grid
 from vitrail.registry import CONNECTORS
 
 
-class PackedPoolConfig(ConnectorConfig, tag="packed_pool", tag_field="kind"):
+class PackedPoolConfig(ConnectorConfig, tag="packed-pool", tag_field="kind"):
     """Config of a `PackedPool`, which takes the mean of blocks of `merge` × `merge` features and multiplies it by √D.
 
     standardize  subtract a stored mean and multiply by a stored scale of each channel; both are not trained
@@ -35,7 +35,7 @@ class PackedPoolConfig(ConnectorConfig, tag="packed_pool", tag_field="kind"):
         return self.merge == merge_size
 
 
-@CONNECTORS.register("packed_pool")
+@CONNECTORS.register("packed-pool")
 class PackedPool(Connector[PackedPoolConfig]):
     Config = PackedPoolConfig
 

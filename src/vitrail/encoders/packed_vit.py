@@ -41,7 +41,7 @@ Grids = Tensor | Sequence[Grid] | Sequence[tuple[int, int, int]]
 """(t, h, w) patches of every item: a tensor (items, 3), `Grid`s of processing, or triples."""
 
 
-class PackedViTConfig(EncoderConfig, tag="packed_vit", tag_field="kind"):
+class PackedViTConfig(EncoderConfig, tag="packed-vit", tag_field="kind"):
     """Settings of the vision towers of Qwen, GLM-4V, Pixtral, Gemma 4 and Kimi. All have 2-D rotary positions. A norm
     after the last block mostly belongs to the merger.
 
@@ -122,8 +122,8 @@ class PackedLayout(NamedTuple):
     order: Tensor | None  # (N,)
 
 
-@ENCODERS.register("packed_vit")
-@MODELS.register("packed_vit")
+@ENCODERS.register("packed-vit")
+@MODELS.register("packed-vit")
 class PackedViT(nn.Module):
     """Packed ViT: patches (N, C·S·P·P) of all items and their `grids` → features (N, D), in the same order."""
 

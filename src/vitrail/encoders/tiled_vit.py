@@ -27,7 +27,7 @@ TOKEN_MULTIPLE = (
 EPS = 1e-5  # of the norms before and after the blocks
 
 
-class TiledViTConfig(EncoderConfig, tag="tiled_vit", tag_field="kind"):
+class TiledViTConfig(EncoderConfig, tag="tiled-vit", tag_field="kind"):
     """Tiled ViT settings.
 
     layers          blocks before the last norm
@@ -91,8 +91,8 @@ class _PaddedTilePlan(AttentionPlan):
         return (qs >= 0) | (ks >= 0)
 
 
-@ENCODERS.register("tiled_vit")
-@MODELS.register("tiled_vit")
+@ENCODERS.register("tiled-vit")
+@MODELS.register("tiled-vit")
 class TiledViT(nn.Module):
     """Tiled ViT: tiles (B, T, C, H, W) of images with `aspect_ratios` (rows, columns) → (B, T, L, D·(1 + A)).
 

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary, proxy
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -134,6 +135,12 @@ class CUDAGraphDecodeStep:
 def copy_to_device(source: Tensor, target: Tensor) -> None:
     """Copy CPU values into a device tensor without blocking the host, through pinned memory."""
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy values to a device without blocking the host, through pinned memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def capture_graph(function: Callable[[], object], warm_up: Callable[[], object] | None = None) -> torch.cuda.CUDAGraph:

@@ -233,9 +233,9 @@ def _read_config(hf_config: HFConfig) -> VLMConfig:
 def _write_config(config: VLMConfig) -> HFConfig:
     connector, decoder, spans = config.connector, config.decoder, config.rules.bidirectional
     if not isinstance(config.tower, PackedViTConfig) or not isinstance(connector, PackedPoolConfig):
-        raise ConfigError("Gemma 4 needs a packed ViT and the connector packed_pool")
+        raise ConfigError("Gemma 4 needs a packed ViT and the connector packed-pool")
     if not isinstance(config.policy, TokenBudgetPolicy):
-        raise ConfigError("Gemma 4 needs the policy token_budget")
+        raise ConfigError("Gemma 4 needs the policy token-budget")
     missing = [name for name in BOUNDARY_TOKENS if name not in config.vision_token_ids]
     if missing:
         raise ConfigError(f"vision_token_ids lacks {missing[0]!r}", "add the ids of the tokens around an image")

@@ -206,7 +206,7 @@ def _split_tower(config: VLMConfig) -> tuple[ViTConfig, DecoderConfig]:
 def _write_published(config: VLMConfig) -> HFConfig:
     (tower, decoder), lora = _split_tower(config), config.decoder.fusion
     if not isinstance(lora, ImageLoRAConfig):
-        raise ConfigError("the published layout of Phi-4-multimodal needs the decoder's fusion image_lora")
+        raise ConfigError("the published layout of Phi-4-multimodal needs the decoder's fusion image-lora")
     if SIGLIP_VISION.from_hf_config(TOWER) != tower:
         raise ConfigError("the tower is not that of Phi-4-multimodal", "export as phi4_multimodal")
     return {

@@ -126,7 +126,7 @@ def _check_tower(config: "VLMConfig") -> None:
     if isinstance(config.tower, PackedViTConfig) != (config.policy.view_sizes == "native"):
         raise ConfigError(
             f"{type(config.tower).__name__} does not support the policy {type(config.policy).__name__}",
-            "use native, longest_edge, token_budget or patch_limit with a packed tower, and a policy with one view "
+            "use native, longest-edge, token-budget or patch-limit with a packed tower, and a policy with one view "
             "size with other towers",
         )
     if config.padding_embedding and (not isinstance(config.policy, OverlapPolicy) or config.feature_reduction):
@@ -171,7 +171,7 @@ def _check_canvas(config: "VLMConfig") -> None:
         not isinstance(config.tower, ViTConfig) or config.feature_reduction is not None
     ):
         raise ConfigError(
-            f"the policy dynamic_hd needs a ViT and no feature_reduction, not {type(config.tower).__name__} with "
+            f"the policy dynamic-hd needs a ViT and no feature_reduction, not {type(config.tower).__name__} with "
             f"{type(config.feature_reduction).__name__}",
             "use the policy anyres or tiles",
         )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vitrail.config import Config, Fraction, PositiveFloat, PositiveInt
 from vitrail.errors import ConfigError
+from vitrail.nn.kernels import HAS_TRITON
 from vitrail.nn.kernels.materialize import materialize
 
 AXES = ("t", "h", "w")
@@ -67,7 +68,7 @@ class ProportionalScaling(Config, tag="proportional", tag_field="kind"):
     factor: PositiveFloat = 1.0
 
 
-class DynamicNTKScaling(Config, tag="dynamic_ntk", tag_field="kind"):
+class DynamicNTKScaling(Config, tag="dynamic-ntk", tag_field="kind"):
     """NTK-aware scaling by the length of each sample. Samples of up to `original_length` tokens are not scaled."""
 
     factor: PositiveFloat
@@ -440,6 +441,10 @@ def _find_sample_lengths(positions: Tensor) -> Tensor:
 
 def apply_rotation(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the channel pairs of x (B, L, H, D). Channels after the rotated ones do not change."""
+    if HAS_TRITON and x.is_cuda and x.requires_grad and not torch.compiler.is_compiling():
+        from vitrail.nn.kernels.rotary_triton import rotate
+
+        return rotate(x, rotation.cos, rotation.sin, rotation.pairing == "adjacent")
     cos, sin = rotation.cos[:, :, None], rotation.sin[:, :, None]  # (B, L, 1, S)
     rotated = 2 * cos.shape[-1]
     head, tail = x[..., :rotated].float(), x[..., rotated:]

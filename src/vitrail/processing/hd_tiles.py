@@ -133,8 +133,8 @@ class CanvasTilesPolicy(PaddedPolicy):
         return rows, columns
 
 
-@RESOLUTION_POLICIES.register("hd_transform")
-class HDTransformPolicy(CanvasTilesPolicy, tag="hd_transform"):
+@RESOLUTION_POLICIES.register("hd-transform")
+class HDTransformPolicy(CanvasTilesPolicy, tag="hd-transform"):
     """Phi-3-vision: enlarge the image to the largest width of whole tiles with at most `max_tiles` tiles.
 
     The image is centred vertically on white. A portrait is transposed first, so its height is filled and it is centred
@@ -155,8 +155,8 @@ class HDTransformPolicy(CanvasTilesPolicy, tag="hd_transform"):
         return CanvasPlacement((scale, rows), (across, down), (0, margin), is_turned=True)
 
 
-@RESOLUTION_POLICIES.register("dynamic_hd")
-class DynamicHDPolicy(CanvasTilesPolicy, tag="dynamic_hd"):
+@RESOLUTION_POLICIES.register("dynamic-hd")
+class DynamicHDPolicy(CanvasTilesPolicy, tag="dynamic-hd"):
     """Phi-4-multimodal: resize the image into whole tiles, at most `max_tiles`, at the top left on white.
 
     More tiles than `max_tiles` become the grid with the nearest aspect ratio (see `TilesPolicy`). The tower does not

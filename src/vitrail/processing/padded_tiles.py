@@ -28,8 +28,8 @@ DEEPSEEK_VL2_GRIDS = _list_grids(9)
 """(rows, columns) of tiles. The order matters: the first of equally good grids wins."""
 
 
-@RESOLUTION_POLICIES.register("padded_tiles")
-class PaddedTilesPolicy(PaddedPolicy, tag="padded_tiles"):
+@RESOLUTION_POLICIES.register("padded-tiles")
+class PaddedTilesPolicy(PaddedPolicy, tag="padded-tiles"):
     """DeepSeek-VL2: a view of the whole image, then the image split by the best grid of tiles.
 
     Both keep the aspect ratio and are centred on `fill_colour`. The best grid is that of LLaVA-NeXT's anyres: it keeps

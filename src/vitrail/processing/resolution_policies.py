@@ -228,8 +228,8 @@ class NativePolicy(ResolutionPolicy, tag="native"):
         return tall, wide
 
 
-@RESOLUTION_POLICIES.register("longest_edge")
-class LongestEdgePolicy(ResolutionPolicy, tag="longest_edge"):
+@RESOLUTION_POLICIES.register("longest-edge")
+class LongestEdgePolicy(ResolutionPolicy, tag="longest-edge"):
     """Pixtral's resize: keep the native size up to `longest_edge`, rounded up to patch_size × merge_size.
 
     A strip keeps at least one pixel on its short side, which the reference does not resize.
@@ -250,8 +250,8 @@ class LongestEdgePolicy(ResolutionPolicy, tag="longest_edge"):
         return _single_view_layout(height, width, grid, (tall, wide))
 
 
-@RESOLUTION_POLICIES.register("token_budget")
-class TokenBudgetPolicy(ResolutionPolicy, tag="token_budget"):
+@RESOLUTION_POLICIES.register("token-budget")
+class TokenBudgetPolicy(ResolutionPolicy, tag="token-budget"):
     """Gemma 4's resize: the largest size of at most `max_tokens` tokens, rounded down to patch_size × merge_size.
 
     A strip that would round to zero tokens is one token wide, and shrunk to at most `max_tokens`.
@@ -277,8 +277,8 @@ class TokenBudgetPolicy(ResolutionPolicy, tag="token_budget"):
         return _single_view_layout(height, width, grid, (tall, wide))
 
 
-@RESOLUTION_POLICIES.register("patch_limit")
-class PatchLimitPolicy(PaddedPolicy, tag="patch_limit"):
+@RESOLUTION_POLICIES.register("patch-limit")
+class PatchLimitPolicy(PaddedPolicy, tag="patch-limit"):
     """Kimi's resize: keep the native size up to about `max_patches` patches, and pad to patch_size × merge_size.
 
     The limits count patches before the padding, at the right and at the bottom. No side has more than

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
 
 from vitrail.config import Config, PositiveInt, WorkerCount
 from vitrail.data.conversations import ConversationsConfig, ConversationSource
@@ -16,17 +16,21 @@ from vitrail.errors import ConfigError
 from vitrail.hub.checkpoint_family import ADAPTER_CONFIG_FILE
 from vitrail.hub.checkpoint_info import find_checkpoint, resolve_path
 from vitrail.hub.peft_adapters import NATIVE_ONLY, check_layers_writable
-from vitrail.hub.pretrained import build_on_meta_device
+from vitrail.hub.pretrained import build_on_meta_device, load_tokenizer
 from vitrail.models.vlm import VLM
-from vitrail.nn import Block
+from vitrail.nn.blockwise_quantization import count_parameters
 from vitrail.plots.ledger_plot import format_si
+from vitrail.recipe.finetune_memory import NUM_BATCHES, count_state_bytes, estimate_activations, read_micro_batches
 from vitrail.recipe.recipe_schema import ModelConfig, Recipe, TokenizerConfig
 from vitrail.recipe.recipe_training import train_recipe
-from vitrail.training.lora import LoRAConfig, LoRALinear, add_lora, list_lora_targets
+from vitrail.registry import TASKS
+from vitrail.tasks.chat_task import ChatTask
+from vitrail.training.lora import LoRAConfig, LoRALinear, add_lora, list_lora_targets, quantize_base
 from vitrail.training.lr_schedule import CosineSchedule
 from vitrail.training.optimizer import OptimConfig, ParamGroupConfig
 from vitrail.training.parameter_names import matches_pattern
 from vitrail.training.stage_config import StageConfig, set_trainable_parts
+from vitrail.training.task import Batch
 
 SOURCE, STAGE = "conversations", "finetune"
 WARMUP = 0.03  # of all steps
@@ -44,7 +48,8 @@ class FinetuneConfig(Config):
     data            conversations: a file or folder of any format with turns
     data_format     its format; detected if not given
     image_folder    folder of images and videos; the folder of the file if not given
-    full            train all weights instead of LoRA adapters
+    method          lora: adapters; full: all weights; qlora: adapters over frozen weights of 4 bits (NF4), with 8-bit
+                    optimizer state
     rank, alpha     of the adapters
     targets         patterns of the layers with adapters; default: all linear layers of the decoder's blocks
     lr              peak learning rate; default 1e-4 for LoRA, 1e-5 for all weights
@@ -60,7 +65,7 @@ class FinetuneConfig(Config):
     data: str
     data_format: str | None = None
     image_folder: str | None = None
-    full: bool = False
+    method: Literal["lora", "full", "qlora"] = "lora"
     rank: PositiveInt = 16
     alpha: float = 32.0
     dropout: float = 0.0
@@ -82,47 +87,51 @@ class FinetuneConfig(Config):
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:
             raise ConfigError(f"epochs is {self.epochs}", "use a number above 0")
-        if self.full and self.targets:
-            raise ConfigError("targets name layers for LoRA, but full trains all weights", "remove one of the two")
+        if self.method == "full" and self.targets:
+            raise ConfigError("targets name layers for LoRA, but the method full trains all weights", "remove targets")
 
 
 class FinetunePlan:
     """A recipe with what it was built from: the model on the meta device and the number of conversations."""
 
     def __init__(self, config: FinetuneConfig, device: str | None = None):
-        self.config = config
+        self.config, self.device = config, resolve_device(device)
         found = find_checkpoint(resolve_path(config.model))
         if found.model_class is not VLM:
             raise ConfigError(
                 f"{config.model} is a {found.model_class.__name__}, but conversations train a vision-language model",
                 "give the checkpoint of a vision-language model with a decoder, or write a recipe (vitrail train)",
             )
-        self.model = build_on_meta_device(found)
+        self.model: VLM = build_on_meta_device(found)  # type: ignore[assignment]
         source = ConversationsConfig(path=config.data, format=config.data_format, image_folder=config.image_folder)
         self.source = ConversationSource(source, SOURCE)
-        self.recipe = self._build_recipe(source, device)
+        self.recipe = self._build_recipe(source)
         if self.recipe.lora is not None:
             add_lora(self.model, self.recipe.lora)
             if (family := found.family) is not None:
                 layers = [name for name, layer in self.model.named_modules() if isinstance(layer, LoRALinear)]
                 check_layers_writable(self.model, layers, family)
+            if self.recipe.lora.quantization is not None:
+                quantize_base(self.model)
         self.recipe.check_stages(self.model)
 
     @property
     def stage(self) -> StageConfig:
         return self.recipe.stages[0]
 
-    def _build_recipe(self, source: ConversationsConfig, device: str | None) -> Recipe:
+    def _build_recipe(self, source: ConversationsConfig) -> Recipe:
         config, context = self.config, self.model.config.decoder.context_length  # type: ignore[union-attr]
         steps = config.steps or math.ceil(len(self.source) * config.epochs / config.batch_size)
         groups = tuple(ParamGroupConfig(part=part, lr=rate) for part, rate in config.part_lrs.items())
-        lr = config.lr if config.lr is not None else FULL_LR if config.full else LORA_LR
+        lr = config.lr if config.lr is not None else FULL_LR if config.method == "full" else LORA_LR
         lora = LoRAConfig(
             rank=config.rank,
             alpha=config.alpha,
             target_modules=config.targets or self._list_targets(),
             dropout=config.dropout,
+            quantization="nf4" if config.method == "qlora" else None,
         )
+        kind: Any = "adamw_8bit" if config.method == "qlora" else "adamw"
         stage = StageConfig(
             name=STAGE,
             task="chat",
@@ -130,12 +139,18 @@ class FinetunePlan:
             batch_size=config.batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             mixture=MixtureConfig(weights={SOURCE: 1.0}),
-            optim=OptimConfig(lr=lr, betas=(0.9, 0.999), weight_decay=0.0, param_groups=groups),
+            optim=OptimConfig(
+                lr=lr,
+                kind=kind,
+                betas=(0.9, 0.999),
+                weight_decay=0.0,
+                param_groups=groups,
+            ),
             schedule=CosineSchedule(warmup_steps=int(WARMUP * steps)),
             settings={"max_length": config.max_length or min(2048, context), "overflow": config.overflow},
-            trainable=("*",) if config.full else ("*.lora",),
+            trainable=("*",) if config.method == "full" else ("*.lora",),
             save_every=config.save_every,
-            dtype=config.dtype or ("bfloat16" if resolve_device(device).startswith("cuda") else "float32"),
+            dtype=config.dtype or ("bfloat16" if self.device.startswith("cuda") else "float32"),
             gradient_checkpointing=config.gradient_checkpointing,
             num_workers=config.num_workers,
         )
@@ -147,7 +162,7 @@ class FinetunePlan:
             sources={SOURCE: source},
             stages=(stage,),
             seed=config.seed,
-            lora=None if config.full else lora,
+            lora=None if config.method == "full" else lora,
         )
 
     def _list_targets(self) -> tuple[str, ...]:
@@ -157,50 +172,39 @@ class FinetunePlan:
             return found
         return tuple(name for name in names if name.startswith("decoder.blocks.") and not name.endswith(NATIVE_ONLY))
 
-    def estimate_memory(self) -> dict[str, int]:
-        """Estimate the bytes of weights, gradients, optimizer state and activations of one micro-batch.
+    def make_task(self, model: VLM) -> ChatTask:
+        """Make the task of the training for a model."""
+        task = TASKS[self.stage.task].make_task
+        return task(model, {SOURCE: self.source}, load_tokenizer(self.config.model), self.recipe.task_settings(0))  # type: ignore[return-value]
 
-        Activations are the inputs and outputs of the linear layers through which gradients flow, for rows of
-        `max_length` tokens: an upper bound for shorter conversations.
+    def read_micro_batches(self, task: ChatTask, limit: int = NUM_BATCHES) -> list[Batch]:
+        """Return the first micro-batches of the training."""
+        return read_micro_batches(task, self.stage, {SOURCE: self.source}, self.recipe.seed, limit)
+
+    def estimate_memory(self, batches: Sequence[Batch] | None = None) -> dict[str, int]:
+        """Estimate the bytes of weights, gradients, optimizer state and activations.
+
+        The state is counted. Activations are those of the largest of the first micro-batches, or of the given ones.
         """
-        stage, size = self.stage, 2 if self.stage.dtype == "bfloat16" else 4
-        set_trainable_parts(self.model, stage.trainable)
-        total = sum(p.numel() for p in self.model.parameters())
-        trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        tokens = stage.settings["max_length"] * stage.batch_size // stage.gradient_accumulation_steps
-        return {
-            "weights": size * total,
-            "gradients": size * trainable,
-            "optimizer": (8 + (4 if size == 2 else 0)) * trainable,
-            "activations": size * tokens * self._count_activations(),
-        }
-
-    def _count_activations(self) -> int:
-        """Count the numbers that the backward pass needs, per token: those behind the first trainable parameter."""
-        sizes, has_gradient = [], False
-        for module in self.model.modules():  # tower, connector, decoder
-            has_gradient |= any(p.requires_grad for p in module.parameters(recurse=isinstance(module, Block)))
-            if has_gradient and isinstance(module, Block):
-                layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-                sizes.append(sum(layer.in_features + layer.out_features for layer in layers))
-        if not self.stage.gradient_checkpointing:
-            return sum(sizes)
-        width = self.model.config.decoder.block.width  # type: ignore[union-attr]
-        return width * len(sizes) + max(sizes, default=0)  # inputs of all blocks, and one block that is recomputed
+        stage, model = self.stage, self.model.to(getattr(torch, self.stage.dtype))
+        set_trainable_parts(model, stage.trainable)
+        state, task = count_state_bytes(model, stage), self.make_task(model)
+        batches = self.read_micro_batches(task) if batches is None else batches
+        beyond = max(estimate_activations(model, task, batch, stage, self.device) for batch in batches)
+        return {**state._asdict(), "activations": max(0, beyond - state.gradients)}
 
     def format_summary(self) -> Iterator[str]:
         """Yield lines for a dry run: modules, parameters, memory, samples and steps."""
         stage, memory = self.stage, self.estimate_memory()
         yield f"{self.config.model}: {type(self.model).__name__}"
         for name, module in self.model.named_children():
-            count, trained = (
-                sum(p.numel() for p in module.parameters() if p.requires_grad or wanted) for wanted in (True, False)
-            )
+            count, trained = count_parameters(module), count_parameters(module, trainable=True)
             if count:
                 yield f"  {name:22} {count:>15,} parameters, {trained:>13,} trainable"
         if self.recipe.lora is not None:
             lora = self.recipe.lora
-            yield f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
+            base = ", over NF4 weights" if lora.quantization is not None else ""
+            yield f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}{base}, on {', '.join(lora.target_modules)}"
         yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.samples.format_name})"
         yield f"steps: {stage.steps:,} of {stage.batch_size:,} conversations, {stage.dtype}"
         yield "memory: " + format_si(sum(memory.values()), "B") + " (estimate)"
@@ -226,7 +230,8 @@ def write_model_card(plan: FinetunePlan, out: Path) -> Path:
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     losses: list[Any] = [row["loss"] for row in rows if "loss" in row]
     lora = plan.recipe.lora
-    method = "all weights" if lora is None else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}"
+    name = "LoRA" if lora is None or lora.quantization is None else "QLoRA (NF4 base, 8-bit optimizer state)"
+    method = "all weights" if lora is None else f"{name}, rank {lora.rank}, alpha {lora.alpha:g}"
     use = (
         f'pipeline = vitrail.load("{folder}")'
         if folder.name == "final"

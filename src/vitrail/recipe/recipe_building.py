@@ -20,7 +20,7 @@ from vitrail.processing.tokenizer import Tokenizer
 from vitrail.recipe.recipe_schema import PretrainedPartConfig, Recipe, check_vocab_size, get_source_spec
 from vitrail.registry import MODELS, TASKS
 from vitrail.tasks.task_spec import SourceMap
-from vitrail.training.lora import add_lora
+from vitrail.training.lora import add_lora, quantize_base
 from vitrail.training.stage_config import StageConfig
 
 PARTIAL_TOKENIZER = ".partial-tokenizer"
@@ -83,12 +83,17 @@ def select_stage_sources(sources: SourceMap, stage: StageConfig) -> SourceMap:
     return {name: sources[name] for name in (*stage.mixture.weights, *stage.validate)}
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer | None) -> Any:
-    """Build the model from its checkpoint, or from its config and the seed, and add LoRA adapters."""
+def build_model(recipe: Recipe, tokenizer: Tokenizer | None, device: str = "cpu") -> Any:
+    """Build the model from its checkpoint, or from its config and the seed, and add LoRA adapters.
+
+    The model is in float32 and on the CPU. With LoRA in bfloat16 stages, the frozen weights are in bfloat16 from the
+    start, so that no float32 copy of them exists; NF4 weights are quantized on `device` and stay there.
+    """
     torch.manual_seed(recipe.seed)
     part = recipe.model
+    dtype = get_weights_dtype(recipe)
     if part.checkpoint is not None:
-        model = hub.load(part.checkpoint, dtype=torch.float32)
+        model = hub.load(part.checkpoint, dtype=dtype)
         if (tower := image_processor_config.find_image_tower(model)) is not None:
             # Training samples are augmented views, which replace the preprocessing of the checkpoint.
             image_processor_config.fold_normalization(model, tower, image_processor_config.NATIVE_NORMALIZATION)
@@ -103,7 +108,18 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer | None) -> Any:
         load_pretrained_part(model, name, other)
     if tokenizer is not None:
         check_vocab_size(model.config, tokenizer.vocab_size)
-    return model if recipe.lora is None else add_lora(model, recipe.lora)
+    if recipe.lora is None:
+        return model
+    add_lora(model.to(dtype), recipe.lora, torch.float32)
+    if recipe.lora.quantization is not None:
+        quantize_base(model, device)
+    return model
+
+
+def get_weights_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the dtype in which the weights of a recipe are loaded."""
+    is_narrow = recipe.lora is not None and all(stage.dtype == "bfloat16" for stage in recipe.stages)
+    return torch.bfloat16 if is_narrow else torch.float32
 
 
 # Sub-modules of a tower or a decoder that may be missing in the checkpoint. They keep their random initialization.

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitrail import hub
 from vitrail.devices import resolve_device
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.hub.checkpoint_info import find_checkpoint, resolve_path
 from vitrail.hub.peft_adapters import save_adapter
 from vitrail.processing.tokenizer import Tokenizer
@@ -66,7 +66,9 @@ def train_recipe(
         distributed.run_on_main_rank(lambda: stack.enter_context(lock_run_folder(out)))
         opened = distributed.run_on_main_rank(lambda: _prepare_run(recipe, out))
         tokenizer, sources, run = opened or _open_run(recipe, out)
-        model = build_model(recipe, tokenizer)
+        if recipe.lora is not None and recipe.lora.quantization is not None and distributed.get_world_size() > 1:
+            raise ConfigError("lora.quantization does not support several ranks", "train in one process")
+        model = build_model(recipe, tokenizer, device)
         recipe.check_stages(model)
         options: dict[str, Any] = {
             "seed": recipe.seed,

@@ -4,12 +4,13 @@ B rows, V vocabulary
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.generate.cuda_graph_decode import upload
 from vitrail.generate.sampling import sample_from_weights
 from vitrail.serve.engine_request import SequenceState, TokenLogprobs
 
@@ -70,43 +71,44 @@ class BatchSampler:
             self._seen = torch.zeros(self.max_num_seqs, self.vocab_size, dtype=torch.bool, device=self.device)
         ids = [id for id in (*sequence.prompt.ids, *sequence.generated) if id < self.vocab_size]
         self._seen[sequence.slot] = False
-        self._seen[sequence.slot, torch.tensor(ids, device=self.device)] = True
+        self._seen[sequence.slot, upload(np.array(ids, dtype=np.int64), self.device)] = True
 
     def sample(self, logits: Tensor, sequences: Sequence[SequenceState]) -> SampledTokens:
         """Sample one token for each row of logits (B, V)."""
         logits = logits[:, : self.vocab_size].float()
         finite = logits.amax(-1).isfinite()
         wanting = [row for row, one in enumerate(sequences) if one.params.logprobs is not None]
-        raw = logits[wanting].log_softmax(-1) if wanting else None  # before the filters
+        rows = upload(np.array(wanting), self.device) if wanting else None
+        raw = None if rows is None else logits[rows].log_softmax(-1)  # before the filters
         if constrained := [row for row, one in enumerate(sequences) if one.constraint is not None]:
             logits = self._mask_rows(logits, sequences, constrained)
         if all(one.params.sampling.is_greedy and one.params.sampling.repetition_penalty == 1 for one in sequences):
             ids = logits.argmax(-1)
         else:
             ids = self._sample_filtered(logits, sequences)
-        if raw is None:
+        if raw is None or rows is None:
             return SampledTokens(ids, finite, [])
         count = max(sequences[row].params.logprobs or 0 for row in wanting)
         top = raw.topk(min(max(count, 1), raw.shape[-1]))
-        own = raw.gather(1, ids[wanting][:, None])
+        own = raw.gather(1, ids[rows][:, None])
         return SampledTokens(ids, finite, wanting, torch.cat([own, top.values], 1), top.indices)
 
     def _mask_rows(self, logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> Tensor:
         """Return the logits with the tokens removed that the constraints of these rows do not allow."""
         words = np.stack([one.constraint.compute_mask() for one in map(sequences.__getitem__, rows) if one.constraint])
-        bits = torch.from_numpy(words).to(logits.device, non_blocking=True)  # the mask is unpacked on the device
+        bits = upload(words, logits.device)  # the mask is unpacked on the device
         allowed = (bits[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32)) & 1
-        index = torch.tensor(rows, device=logits.device)
+        index = upload(np.array(rows), logits.device)
         own = logits[index].masked_fill(allowed.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
         return logits.index_copy(0, index, own)
 
     def _sample_filtered(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
         settings = [one.params.sampling for one in sequences]
 
-        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(logits.device, non_blocking=True)[:, None]
+        def column(values: Sequence[float], dtype: Any = np.float32) -> Tensor:
+            return upload(np.array(values, dtype=dtype), logits.device)[:, None]
 
-        slots = torch.tensor([one.slot for one in sequences], device=logits.device)
+        slots = upload(np.array([one.slot for one in sequences]), logits.device)
         if any(one.repetition_penalty != 1 for one in settings):
             assert self._seen is not None
             penalty = column([one.repetition_penalty for one in settings])
@@ -117,9 +119,9 @@ class BatchSampler:
         if not all(one.is_greedy for one in settings):
             logits = logits / column([one.temperature or 1.0 for one in settings])
             logits = _filter(logits, settings, column)
-            uniforms = column([one.draw_uniform() for one in sequences], torch.float64)[:, 0]
+            uniforms = column([one.draw_uniform() for one in sequences], np.float64)[:, 0]
             sampled = sample_from_weights(logits.softmax(-1), uniforms)
-            ids = torch.where(column([one.is_greedy for one in settings], torch.bool)[:, 0], greedy_ids, sampled)
+            ids = torch.where(column([one.is_greedy for one in settings], np.bool_)[:, 0], greedy_ids, sampled)
         if self._seen is not None:
             self._seen[slots, ids] = True  # unused for sequences without a penalty
         return ids
@@ -132,14 +134,14 @@ def _filter(logits: Tensor, settings: Sequence, column) -> Tensor:
         ks = [min(one.top_k or V, V) for one in settings]
         limited = max(k for k in ks if k < V) if min(ks) < V else 1
         best = logits.topk(limited).values
-        least = best.gather(1, column([min(k, limited) - 1 for k in ks], torch.long))
-        logits = logits.masked_fill((logits < least) & column([k < V for k in ks], torch.bool), -torch.inf)
+        least = best.gather(1, column([min(k, limited) - 1 for k in ks], np.int64))
+        logits = logits.masked_fill((logits < least) & column([k < V for k in ks], np.bool_), -torch.inf)
     if any(one.top_p is not None and one.top_p < 1 for one in settings):
         ps = [1.0 if one.top_p is None else one.top_p for one in settings]
         ordered, order = logits.sort(dim=-1)  # ascending
         out = ordered.softmax(-1).cumsum(-1) <= column([1 - p for p in ps])
         out[:, -1] = False
-        out &= column([p < 1 for p in ps], torch.bool)
+        out &= column([p < 1 for p in ps], np.bool_)
         logits = logits.masked_fill(out.scatter(1, order, out), -torch.inf)
     if any(one.min_p is not None for one in settings):
         probabilities = logits.softmax(-1)

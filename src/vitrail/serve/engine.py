@@ -22,14 +22,16 @@ from vitrail.models.vlm import VLM
 from vitrail.nn import PagedKVCache
 from vitrail.serve.batch_sampling import BatchSampler, SampledTokens
 from vitrail.serve.captured_decode import DecodeResult
+from vitrail.serve.client_fairness import QueueFullError
 from vitrail.serve.engine_request import (
     EndReason,
+    EngineOutput,
     EnginePrompt,
     SamplingParams,
     SequenceState,
     TokenCallback,
     TokenEvent,
-    TokenLogprobs,
+    collect_output,
 )
 from vitrail.serve.engine_scheduler import EngineConfig, Scheduler, StepPlan
 from vitrail.serve.lora_adapters import LoRAAdapters
@@ -43,17 +45,8 @@ DEFAULT_CACHE_BYTES = 1 << 30  # of the KV cache on a CPU
 IDLE_SECONDS = 0.5  # longest wait of the thread without work
 
 
-class QueueFullError(VitrailError):
-    """The engine has as many waiting requests as it accepts."""
-
-
-class EngineOutput(NamedTuple):
-    """Complete output of a request: generated ids, their log-probabilities if they were requested, and how it ended."""
-
-    ids: list[int]
-    logprobs: list[TokenLogprobs]
-    end: EndReason
-    error: VitrailError | None = None
+class EngineFailedError(VitrailError):
+    """The device of the engine does not work any more."""
 
 
 class EngineStats(NamedTuple):
@@ -112,6 +105,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._draining = False
+        self.failure: EngineFailedError | None = None  # requests are refused after it
         self.num_prompt_tokens, self.num_generated_tokens, self.num_steps = 0, 0, 0
 
     def _choose_num_pages(self) -> int:
@@ -146,6 +140,8 @@ class Engine:
         self.check_request(prompt, params)
         sequence = SequenceState(prompt, params, client, on_events, constraint)
         with self._wake:
+            if self.failure is not None:
+                raise self.failure
             if self._closing or self._draining:
                 raise QueueFullError("the server is shutting down", "send the request to another server")
             if self.scheduler.num_waiting + len(self._new) >= self.config.max_waiting:
@@ -216,6 +212,8 @@ class Engine:
             constraint = None if constraints is None else constraints[index]
             sequences.append(SequenceState(prompt, one, "", collect(index), constraint))
         with self._wake:
+            if self.failure is not None:
+                raise self.failure
             self._new += sequences
             self._wake.notify()
         if self._thread is None:
@@ -282,7 +280,10 @@ class Engine:
                 if self._closing:
                     break
             self.step()
-        self._collect_pending()
+        try:
+            self._collect_pending()
+        except Exception as error:
+            self._fail_all(error)
         with self._wake:
             rest = [*self.scheduler.sequences(), *self._new]
             self._new.clear()
@@ -300,17 +301,15 @@ class Engine:
         try:
             if any(one.constraint is not None for one in self.scheduler.running):
                 self._collect_pending()  # the mask of a token depends on the token before it
-            plan = self.scheduler.schedule(self._collect_pending)
-            launched = self._launch(plan)
+            launched = self._launch(self.scheduler.schedule(self._collect_pending))
+            earlier, self._pending = self._pending, launched
+            for one in earlier:
+                self._deliver(one)
+            if not self._overlaps:
+                self._collect_pending()
         except Exception as error:
             logging.getLogger(__name__).exception("a step of the engine failed")
             self._fail_all(error)
-            return self.has_work
-        earlier, self._pending = self._pending, launched
-        for one in earlier:
-            self._deliver(one)
-        if not self._overlaps:
-            self._collect_pending()
         return self.has_work
 
     def _take_requests(self) -> None:
@@ -446,18 +445,28 @@ class Engine:
             return
         sequence.end, sequence.embeds = end, None
         if end == "error" and sequence.pages:  # its pages may contain NaN values
-            self.cache.clear_pages(self.allocator.forget(sequence.pages))
+            pages = self.allocator.forget(sequence.pages)
+            try:
+                self.cache.clear_pages(pages)
+            except Exception:  # a CUDA error, after which every call fails
+                logging.getLogger(__name__).exception("the device of the engine failed")
+                self.failure = EngineFailedError("the device of the model failed", "restart the server")
         self.scheduler.remove(sequence)
         _call(sequence, [TokenEvent(None, None, end, error)])
 
     def _fail_all(self, error: Exception) -> None:
-        """End all running sequences after a pass failed, such as for lack of memory. Waiting ones remain."""
+        """End all running sequences after a pass failed, such as for lack of memory. Waiting ones remain.
+
+        They end too if none of them can be scheduled, or if the device failed.
+        """
         self._pending = []
         found = _as_vitrail_error(error)
         for sequence in list(self.scheduler.running):
             self._end(sequence, "error", found)
-        if not self.scheduler.running and self.scheduler.waiting and isinstance(error, (AssertionError, KeyError)):
-            for sequence in list(self.scheduler.sequences()):  # a sequence that cannot be scheduled
+        if self.failure is not None:
+            self._take_requests()
+        if self.failure is not None or isinstance(error, (AssertionError, KeyError)):
+            for sequence in list(self.scheduler.sequences()):
                 self._end(sequence, "error", found)
 
 
@@ -467,18 +476,6 @@ def _group_by_adapter(items: Sequence[T], sequences: Sequence[SequenceState]) ->
     for item, sequence in zip(items, sequences, strict=True):
         groups.setdefault(sequence.params.adapter, []).append(item)
     return groups
-
-
-def collect_output(events: Sequence[TokenEvent]) -> EngineOutput:
-    """Build the output of a request from its events."""
-    last = events[-1]
-    assert last.end is not None
-    return EngineOutput(
-        [event.id for event in events if event.id is not None],
-        [event.logprobs for event in events if event.logprobs is not None],
-        last.end,
-        last.error,
-    )
 
 
 def _as_vitrail_error(error: Exception) -> VitrailError:

@@ -73,6 +73,27 @@ class TokenEvent(NamedTuple):
     error: VitrailError | None = None
 
 
+class EngineOutput(NamedTuple):
+    """Complete output of a request: generated ids, their log-probabilities if they were requested, and how it ended."""
+
+    ids: list[int]
+    logprobs: list[TokenLogprobs]
+    end: EndReason
+    error: VitrailError | None = None
+
+
+def collect_output(events: Sequence[TokenEvent]) -> EngineOutput:
+    """Build the output of a request from its events."""
+    last = events[-1]
+    assert last.end is not None
+    return EngineOutput(
+        [event.id for event in events if event.id is not None],
+        [event.logprobs for event in events if event.logprobs is not None],
+        last.end,
+        last.error,
+    )
+
+
 TokenCallback = Callable[[list[TokenEvent]], Any]
 
 _numbers = itertools.count()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.serve.client_fairness import ClientCounters
 from vitrail.serve.engine_request import SequenceState
 from vitrail.serve.page_allocator import PageAllocator
 
@@ -76,7 +77,7 @@ class Scheduler:
         self.config, self.allocator = config, allocator
         self.waiting: dict[str, list[SequenceState]] = {}  # by client, in order of arrival
         self.running: list[SequenceState] = []  # in order of admission
-        self.served: Counter[str] = Counter()  # tokens that each active client received
+        self.clients = ClientCounters()  # tokens that each client received
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
 
@@ -93,11 +94,9 @@ class Scheduler:
         return [*self.running, *(one for own in self.waiting.values() for one in own)]
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue a new sequence. A client that becomes active starts at the lowest counter of the others."""
-        client = sequence.client
-        if client not in self.served:
-            self.served[client] = min(self.served.values(), default=0)
-        self.waiting.setdefault(client, []).append(sequence)
+        """Queue a new sequence."""
+        self.clients.enter(sequence.client)
+        self.waiting.setdefault(sequence.client, []).append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that ended, and release its pages."""
@@ -108,9 +107,7 @@ class Scheduler:
             own.remove(sequence)
             if not own:
                 del self.waiting[sequence.client]
-        client = sequence.client
-        if client not in self.waiting and all(other.client != client for other in self.running):
-            del self.served[client]  # a client without requests keeps no state
+        self.clients.leave(sequence.client)
 
     def schedule(self, wait_for_results: Callable[[], None]) -> StepPlan:
         """Plan the next step. `wait_for_results` is called before a sequence is preempted, and may end sequences."""
@@ -128,7 +125,7 @@ class Scheduler:
         budget = max(1, self.config.max_batched_tokens - len(decoding))
         chunks: list[PrefillChunk] = []
         prefilling = [one for one in self.running if not one.decoding and one.end is None]
-        for sequence in sorted(prefilling, key=lambda one: (self.served[one.client], one.number)):
+        for sequence in sorted(prefilling, key=lambda one: (self.clients[one.client], one.number)):
             if budget <= 0:
                 break
             start = sequence.num_computed
@@ -136,9 +133,9 @@ class Scheduler:
             chunks.append(PrefillChunk(sequence, start, end))
             budget -= end - start
         for sequence in decoding:
-            self.served[sequence.client] += 1
+            self.clients.add(sequence.client, 1)
         for chunk in chunks:
-            self.served[chunk.sequence.client] += chunk.end - chunk.start
+            self.clients.add(chunk.sequence.client, chunk.end - chunk.start)
         return StepPlan(decoding, chunks)
 
     # ---- admission ----------------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ class Scheduler:
     def _admit(self, wait_for_results: Callable[[], None]) -> None:
         """Start waiting sequences while there are slots and pages."""
         while self.waiting:
-            client = min(self.waiting, key=lambda name: (self.served[name], self.waiting[name][0].number))
+            client = min(self.waiting, key=lambda name: (self.clients[name], self.waiting[name][0].number))
             sequence = self.waiting[client][0]
             if not self.free_slots and not self._preempt_for(client, wait_for_results):
                 return

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.fusion import CrossAttentionFusionConfig, DeepStackInputs, VisualExpertInputs
 from vitrail.errors import ConfigError
-from vitrail.generate.cuda_graph_decode import can_capture
+from vitrail.generate.cuda_graph_decode import can_capture, upload
 from vitrail.generate.fused_paged_decoder import FusedPagedDecoder
 from vitrail.models.vision_inputs import VisionInputs
 from vitrail.models.vlm import VISUAL_KINDS, VLM
@@ -160,17 +160,12 @@ class ModelRunner:
                 changes += [(one.slot, index, one.pages[index]) for index in range(known, len(one.pages))]
                 self._known_pages[one.slot] = len(one.pages)
         if changes:
-            rows, columns, pages = self.upload(np.array(changes, dtype=np.int64).T)
+            rows, columns, pages = upload(np.array(changes, dtype=np.int64).T, self.device)
             self.tables[rows, columns] = pages.int()
-
-    def upload(self, values: np.ndarray) -> Tensor:
-        """Copy values to the device without blocking the host."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def write_last_ids(self, sequences: Sequence[SequenceState], ids: Tensor) -> None:
         """Keep the sampled tokens (B,) on the device for the next pass."""
-        self.last_ids[self.upload(np.array([one.slot for one in sequences]))] = ids
+        self.last_ids[upload(np.array([one.slot for one in sequences]), self.device)] = ids
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -203,7 +198,7 @@ class ModelRunner:
         positions = [one.position_of(one.num_computed) for one in sequences]
         if captured and self.captured is not None:
             return self.captured(rows, slots, positions)
-        table_rows, at, where = self.upload(np.array([rows, slots, positions], dtype=np.int64))
+        table_rows, at, where = upload(np.array([rows, slots, positions], dtype=np.int64), self.device)
         return DecodeResult(self.run_decode(table_rows, at, where, max(slots) + 1))
 
     def run_decode(self, rows: Tensor, slots: Tensor, positions: Tensor, max_length: int, splits: int = 1) -> Tensor:
@@ -231,7 +226,7 @@ class ModelRunner:
         rows = np.repeat(np.array([chunk.sequence.slot for chunk in chunks]), counts)
         ids = [id for chunk in chunks for id in chunk.sequence.tokens(chunk.start, chunk.end)]
         ends = np.cumsum(counts)
-        device_ids, at, table_rows = self.upload(np.stack([np.array(ids), slots, rows]).astype(np.int64))
+        device_ids, at, table_rows = upload(np.stack([np.array(ids), slots, rows]).astype(np.int64), self.device)
         batch = PagedPass(
             self.cache,
             at,
@@ -249,7 +244,7 @@ class ModelRunner:
         last = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last]
         if not last:
             return None
-        return self.decoder.compute_logits(hidden[self.upload(np.array(last))])
+        return self.decoder.compute_logits(hidden[upload(np.array(last), self.device)])
 
     def _build_tiles(self, rows: np.ndarray, counts: Sequence[int]) -> Tensor:
         """Build the tiles of the attention kernel: row, first token and number of tokens."""
@@ -258,7 +253,7 @@ class ModelRunner:
             for first in range(0, count, self.tile_tokens):
                 tiles.append((int(row), start + first, min(self.tile_tokens, count - first)))
             start += count
-        return self.upload(np.array(tiles, dtype=np.int32).T)
+        return upload(np.array(tiles, dtype=np.int32).T, self.device)
 
     def _chunk_positions(self, chunks: Sequence[PrefillChunk]) -> Tensor:
         """Return the positions (N,), or (N, 3) of a rotary layout with several axes."""
@@ -273,7 +268,7 @@ class ModelRunner:
                 own = np.concatenate([sequence.positions[start : min(end, sequence.prompt_length)], later])
             parts.append(own)
         positions = np.concatenate(parts).astype(np.int64)
-        return self.upload(positions[:, 0] if is_1d else positions)
+        return upload(positions[:, 0] if is_1d else positions, self.device)
 
     def _chunk_spans(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
         """Return the bidirectional spans (N,), numbered from 1 over all chunks; None without any."""
@@ -287,7 +282,7 @@ class ModelRunner:
                 own[: len(inside)] = np.where(inside > 0, inside + taken, 0)
                 taken += int(sequence.spans.max())
             parts.append(own)
-        return self.upload(np.concatenate(parts))
+        return upload(np.concatenate(parts), self.device)
 
     # ---- images -------------------------------------------------------------------------------------------------
 
@@ -315,9 +310,9 @@ class ModelRunner:
             return embeds, None
         mask = torch.cat(marks)
         if depths[0]:
-            indices = mask.nonzero()[:, 0].to(self.device)
+            indices = upload(mask.nonzero()[:, 0].numpy(), self.device)
             return embeds, DeepStackInputs(indices, [torch.cat(parts) for parts in zip(*depths, strict=True)])
-        return embeds, VisualExpertInputs(mask[None].to(self.device))
+        return embeds, VisualExpertInputs(upload(mask[None].numpy(), self.device))
 
     @torch.no_grad()
     def embed_prompt(self, sequence: SequenceState) -> None:

@@ -21,7 +21,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import ConfigError
-from vitrail.serve.engine import QueueFullError
+from vitrail.serve.client_fairness import QueueFullError
+from vitrail.serve.engine import EngineFailedError
 from vitrail.serve.generation_run import GenerationRun
 from vitrail.serve.image_answers import draw_images, edit_image, embed_inputs, encode_vector, parse_form
 from vitrail.serve.loopback_requests import is_loopback_request
@@ -81,7 +82,6 @@ class ServedModels:
             raise ConfigError(f"two models have the same name: {', '.join(names)}", "rename one of their folders")
         self.preparation = asyncio.Semaphore(4)  # requests whose images are decoded at the same time
         self.downloads = asyncio.Semaphore(16)  # requests whose remote images are read at the same time
-        self.computation = asyncio.Semaphore(2)  # requests without an engine: embeddings and drawings
 
     def start(self) -> None:
         """Start the engines. On a GPU, this captures their CUDA graphs first."""
@@ -142,7 +142,8 @@ class GuardMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
-            await asyncio.wait_for(send(message), served.limits.send_seconds)
+            async with asyncio.timeout(served.limits.send_seconds):
+                await send(message)
 
         served.in_flight += 1
         try:
@@ -176,6 +177,10 @@ class GuardMiddleware:
             if served.in_flight > served.limits.max_in_flight:
                 raise APIError("too many requests at the same time", status=429, retry_after=1)
         await self.app(scope, receive, send)
+
+
+def build_queue_error(error: QueueFullError) -> APIError:
+    return APIError(error.problem, status=429, code="queue_full", retry_after=2)
 
 
 def build_error_response(error: APIError) -> Response:
@@ -240,10 +245,14 @@ def build_app(served: ServedModels) -> Starlette:
         async with served.preparation:
             return await asyncio.to_thread(function, *arguments)
 
-    async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
-        """Answer a request in a thread. It does not delay the preparation of others."""
-        async with served.computation:
-            return await asyncio.to_thread(function, *arguments)
+    async def compute(request: Request, function: Callable[..., Any], model: ServedModel, parsed: Any) -> Any:
+        """Answer a request of a model without an engine in a thread, when it is the client's turn."""
+        try:
+            model.turns.check_queue()
+        except QueueFullError as error:
+            raise build_queue_error(error) from None
+        async with model.turns.take(served.find_client(request, parsed.user)):
+            return await asyncio.to_thread(function, model, parsed)
 
     async def download(request: ChatCompletionRequest | EmbeddingRequest, model: ServedModel) -> None:
         """Read the remote images of a request in a thread, if the server allows them."""
@@ -263,7 +272,9 @@ def build_app(served: ServedModels) -> Starlette:
         try:
             run.start(served.find_client(request, asked.user))
         except QueueFullError as error:
-            raise APIError(str(error.problem), status=429, code="queue_full", retry_after=2) from None
+            raise build_queue_error(error) from None
+        except EngineFailedError as error:
+            raise APIError(str(error), status=503, code="engine_failed") from None
         id = f"{'chatcmpl' if endpoint.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}"
         if asked.stream:
             return EventStreamResponse(run, stream_chunks(id, asked, run, model))
@@ -287,7 +298,7 @@ def build_app(served: ServedModels) -> Starlette:
         asked = parse_request(EmbeddingRequest, await read_body(request, limits))
         model = served.find(asked.model, "embeddings")
         await download(asked, model)
-        vectors, tokens = await compute(embed_inputs, model, asked)
+        vectors, tokens = await compute(request, embed_inputs, model, asked)
         data = [
             {"object": "embedding", "index": i, "embedding": encode_vector(vector, asked.encoding_format)}
             for i, vector in enumerate(vectors)
@@ -298,13 +309,13 @@ def build_app(served: ServedModels) -> Starlette:
     async def draw(request: Request) -> Response:
         asked = parse_request(ImageRequest, await read_body(request, limits))
         model = served.find(asked.model, "images/generations")
-        return _json(await compute(draw_images, model, asked))
+        return _json(await compute(request, draw_images, model, asked))
 
     async def edit(request: Request) -> Response:
         body, kind = await read_body(request, limits), request.headers.get("content-type", "")
         asked = parse_form(body, kind) if kind.startswith("multipart/") else parse_request(ImageEditRequest, body)
         model = served.find(asked.model, "images/edits")
-        return _json(await compute(edit_image, model, asked))
+        return _json(await compute(request, edit_image, model, asked))
 
     def describe(model: ServedModel, name: str) -> dict[str, Any]:
         found = {"id": name, "object": "model", "created": served.created, "owned_by": "vitrail"}
@@ -324,6 +335,8 @@ def build_app(served: ServedModels) -> Starlette:
         raise APIError(f"there is no model {name[:200]!r}", status=404, param="model", code="model_not_found")
 
     async def health(request: Request) -> Response:
+        if failed := [one.name for one in served.models if one.engine is not None and one.engine.failure is not None]:
+            raise APIError(f"the device of {', '.join(failed)} failed", status=503, code="engine_failed")
         return _json({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

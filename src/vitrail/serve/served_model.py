@@ -25,6 +25,7 @@ from vitrail.pipelines.unified import UnifiedPipeline
 from vitrail.processing.chat_template import ChatTemplate
 from vitrail.processing.image_loading import load_image
 from vitrail.processing.tokenizer import Tokenizer
+from vitrail.serve.client_fairness import FairTurns
 from vitrail.serve.engine import Engine
 from vitrail.serve.engine_request import EnginePrompt, SamplingParams, TokenEvent, TokenLogprobs
 from vitrail.serve.engine_scheduler import EngineConfig
@@ -167,7 +168,9 @@ class ServedModel:
         adapters: Mapping[str, str | Path] | None = None,
     ):
         self.name, self.pipeline, self.limits = name, pipeline, limits or MediaLimits()
-        self.lock = threading.Lock()  # of pipelines without an engine
+        # Pipelines without an engine answer one request at a time.
+        self.turns = FairTurns((engine_config or EngineConfig()).max_waiting)
+        self.lock = threading.Lock()  # a turn can end before its thread, at the end of the event loop
         self.engine: Engine | None = None
         if isinstance(pipeline, ChatPipeline | TextPipeline) and explain_unsupported(pipeline.model) is None:
             model: Any = pipeline.model

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from vitrail.serve.remote_images import RemoteImageReader
 from vitrail.serve.served_model import ServedModel
 
 MAX_CONNECTIONS = 2048
+SWITCH_SECONDS = 0.0005  # an engine that waits for the interpreter gets it from the event loop after this time
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -70,6 +72,7 @@ def run_server(
     engine_options       fields of `EngineConfig`
     """
     config = EngineConfig(**engine_options)
+    sys.setswitchinterval(SWITCH_SECONDS)
     with bind_socket(host, port) as link:  # fails before the weights are read
         loaded = [
             ServedModel.load(name, device, config, adapters if index == 0 else None)

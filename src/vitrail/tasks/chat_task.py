@@ -426,6 +426,11 @@ class ChatTask:
         """Count the tokens of a forward pass, vision tokens included and padding excluded."""
         return int((batch["segments"] >= 0).sum())
 
+    def count_vision_tokens(self, batch: Batch) -> int:
+        """Count the tokens of the vision tower in a forward pass."""
+        work = self._workload(batch).vision_workloads
+        return 0 if not work or work[0] is None else work[0].tokens
+
     def count_flops(self, batch: Batch) -> int:
         """FLOPs of a forward pass, vision tower included. The head counts target tokens only; padding is excluded."""
         return sum(flops for _, flops in self._cost_components(batch))

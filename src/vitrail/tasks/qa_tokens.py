@@ -18,6 +18,7 @@ from vitrail.data.language.text_pieces import PieceTable, TokenTable
 from vitrail.data.qa import QADataset, QASample
 from vitrail.data.scenes.scene_source import group_by_source
 from vitrail.errors import ConfigError
+from vitrail.nn.blockwise_quantization import count_parameters
 from vitrail.objectives.fused_cross_entropy import cross_entropy, linear_cross_entropy
 from vitrail.processing.chat_template_presets import build_ended_template
 from vitrail.processing.tokenizer import Tokenizer
@@ -119,8 +120,8 @@ def step_flops(components: Iterable[tuple[Sequence[nn.Module], int]]) -> float:
 
 def _trainable_fraction(modules: Sequence[nn.Module]) -> float:
     """The fraction of the weights that is trainable."""
-    weights = [p for module in modules for p in module.parameters()]
-    return sum(p.numel() for p in weights if p.requires_grad) / max(1, sum(p.numel() for p in weights))
+    trainable = sum(count_parameters(module, trainable=True) for module in modules)
+    return trainable / max(1, sum(map(count_parameters, modules)))
 
 
 def to_chat_tokenizer(tokenizer: Tokenizer, image_token_id: int, video_token_id: int | None = None) -> Tokenizer:

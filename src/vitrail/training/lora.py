@@ -4,14 +4,15 @@
 
 An adapter covers a whole layer or a slice of a fused layer: q, k, v of `qkv`, k, v of `kv`, gate, up of `gate_up`.
 
-A and B have the dtype of their layer. In bf16 the optimizer holds float32 master copies of them, as of all weights.
+A and B have the dtype of their layer, or float32. In bf16 the optimizer holds float32 master copies of them, as of all
+weights. QLoRA stores the frozen weights as NF4 (`quantize_base`); each pass dequantizes them layer by layer.
 
 O outputs, I inputs, R rank, o outputs of a slice
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from vitrail.config import Config, FractionBelowOne, PositiveInt
 from vitrail.errors import ConfigError
-from vitrail.nn import Attention, Workload, cost
+from vitrail.nn import Attention, Block, Workload, cost
+from vitrail.nn.blockwise_quantization import NF4Linear, NF4Weight, nf4_linear, quantize_linear
 from vitrail.nn.mlp import GatedMLP
 from vitrail.training.parameter_names import check_patterns_match, check_state_matches, matches_pattern
 
@@ -32,12 +34,15 @@ class LoRAConfig(Config):
     target_modules  patterns for linear layers and their slices: `*.qkv` selects whole layers, `*.q` and `*.gate_up.up`
                     select slices (`*.q` also the q layers of cross-attention), `blocks.0` all layers of a block
     dropout         dropout of the input of the adapter
+    quantization    "nf4" stores the frozen weights of linear layers with 4 bits (QLoRA): those of all blocks that have
+                    an adapter, routers excepted
     """
 
     rank: PositiveInt
     alpha: float
     target_modules: tuple[str, ...]
     dropout: FractionBelowOne = 0.0
+    quantization: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
         if not self.target_modules:
@@ -47,18 +52,23 @@ class LoRAConfig(Config):
 class LoRAAdapter(nn.Module):
     """Low-rank update of one slice: rows `start` … `stop` of the layer's output."""
 
-    def __init__(self, weight: Tensor, start: int, stop: int, config: LoRAConfig):
+    def __init__(self, weight: Tensor, start: int, stop: int, config: LoRAConfig, dtype: torch.dtype | None = None):
         super().__init__()
         self.start, self.stop = start, stop
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
-        self.a = nn.Parameter(weight.new_empty(config.rank, weight.shape[1]))
-        self.b = nn.Parameter(weight.new_zeros(stop - start, config.rank))  # zeros: the initial output does not change
+        self.a = nn.Parameter(weight.new_empty(config.rank, weight.shape[1], dtype=dtype))
+        self.b = nn.Parameter(
+            weight.new_zeros(stop - start, config.rank, dtype=dtype)
+        )  # zeros: the initial output does not change
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as in nn.Linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (…, I) → (…, o)"""
-        x = F.dropout(x, self.dropout, self.training)
-        return F.linear(F.linear(x, self.a), self.b) * self.scale
+    def project(self, x: Tensor) -> Tensor:
+        """x (…, I) → x Aᵀ (…, R)"""
+        return F.linear(F.dropout(x, self.dropout, self.training), self.a.to(x.dtype))
+
+    def pad_b(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return scale · B with zeros for the rows of other slices, (size, R)."""
+        return F.pad((self.b * self.scale).to(dtype), (0, 0, self.start, size - self.stop))
 
     def add_to(self, y: Tensor, addition: Tensor) -> Tensor:
         """Add (…, o) to the slice of y (…, O). Not in place, because y may be a view that autograd protects."""
@@ -75,13 +85,23 @@ class LoRALinear(nn.Linear):
     """Linear layer with adapters, made by `add_lora`. Its weight and bias keep their names."""
 
     lora: nn.ModuleDict
+    nf4: NF4Weight | None  # instead of the weight
+    dtype: torch.dtype  # of the weight before quantization
 
     @property
     def adapters(self) -> list[LoRAAdapter]:
         return [adapter for adapter in self.lora.values() if isinstance(adapter, LoRAAdapter)]
 
     @property
+    def is_quantized(self) -> bool:
+        return "nf4" in self._modules
+
+    @property
     def base_weight(self) -> Tensor:
+        """The frozen weight, dequantized if it is stored as NF4."""
+        if self.is_quantized:
+            assert self.nf4 is not None
+            return self.nf4.dequantize(self.dtype)
         return self._parameters["weight"]  # type: ignore[return-value]
 
     @property
@@ -101,14 +121,22 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, I) → (…, O)"""
-        y = F.linear(input, self.base_weight, self.bias)
-        for adapter in self.adapters:
-            y = adapter.add_to(y, adapter(input))
-        return y
+        x = input.flatten(0, -2)  # (N, I): in place, a view of three axes would copy its gradient
+        if self.is_quantized:
+            assert self.nf4 is not None
+            y = nf4_linear(x, self.nf4, self.bias)
+        else:
+            y = F.linear(x, self.base_weight, self.bias)
+        # One product adds the updates of all slices: (N, ΣR) · (ΣR, O). Nothing needs the sum without them.
+        low = torch.cat([adapter.project(x) for adapter in self.adapters], -1)
+        b = torch.cat([adapter.pad_b(self.out_features, y.dtype) for adapter in self.adapters], 1)
+        return y.addmm_(low, b.T).view(*input.shape[:-1], self.out_features)
 
 
-def add_lora(model: nn.Module, config: LoRAConfig) -> nn.Module:
+def add_lora(model: nn.Module, config: LoRAConfig, dtype: torch.dtype | None = None) -> nn.Module:
     """Freeze the model and add trainable adapters to the target modules, in place.
+
+    The adapters have a dtype; by default that of their layer. `quantize_base` applies `config.quantization`.
 
     The initial outputs are unchanged bit for bit. `state_dict` has the old keys and `<layer>.lora.<slice>.{a,b}`.
     """
@@ -132,7 +160,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> nn.Module:
                 if any(matches_pattern(target, f"{name}.{part}") for target in config.target_modules)
             }
         if chosen:
-            _attach(layer, {part: LoRAAdapter(layer.weight, *row, config) for part, row in chosen.items()})
+            _attach(layer, {part: LoRAAdapter(layer.weight, *row, config, dtype) for part, row in chosen.items()})
     return model
 
 
@@ -159,6 +187,19 @@ def add_lora_slices(
         _attach(model.get_submodule(name), parts)
 
 
+def quantize_base(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Store the frozen weights of linear layers as NF4, in place: those of all blocks that have an adapter.
+
+    Weights are quantized on `device` one by one, and stay there. Experts and routers keep their dtype.
+    """
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        if any(isinstance(layer, LoRALinear) for layer in layers.values()):
+            for name, layer in layers.items():
+                if name.rpartition(".")[2] != "router" and "weight" in layer._parameters:
+                    quantize_linear(layer, device)
+
+
 def _attach(layer: Any, adapters: dict[str, LoRAAdapter]) -> None:
     """Change the class of a linear layer in place: hooks and references to it stay valid."""
     layer.__class__ = LoRALinear
@@ -173,19 +214,44 @@ def list_lora_targets(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Add the adapters' updates to the weights and remove the adapters, in place. Frozen weights stay frozen."""
-    for layer in model.modules():
+    """Add the adapters' updates to the weights and remove the adapters, in place. Frozen weights stay frozen.
+
+    A model with NF4 weights moves to the CPU, because its weights in full may not fit on its device.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear | NF4Linear)]
+    packed = [layer for layer in layers if "nf4" in layer._modules]
+    for layer in layers:
+        weight = layer.merge_weight() if isinstance(layer, LoRALinear) else layer.weight
         if isinstance(layer, LoRALinear):
-            layer.base_weight.copy_(layer.merge_weight())
             del layer.lora
-            layer.__class__ = nn.Linear  # type: ignore[bad-argument-type]
-    return model
+        layer.__class__ = nn.Linear  # type: ignore[bad-argument-type]
+        if layer in packed:
+            del layer.nf4
+            layer.register_parameter("weight", nn.Parameter(weight.cpu(), requires_grad=False))
+        else:
+            layer.weight.copy_(weight)
+    return model.cpu() if packed else model
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the adapters, with their names in the model's `state_dict`."""
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, LoRAAdapter)}
     return {f"{name}.{key}": p.detach() for name, adapter in adapters.items() for key, p in adapter.named_parameters()}
+
+
+def select_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a training checkpoint: all, or those of a model with LoRA that training changes.
+
+    A run with LoRA builds its frozen weights again when it resumes, from the same checkpoint and seed.
+    """
+    state = model.state_dict()
+    if not any(isinstance(module, LoRALinear) for module in model.modules()):
+        return state
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for name, module in model.named_modules():
+        if isinstance(module, NF4Weight):
+            frozen |= {f"{name}.{key}" for key in module.state_dict()}
+    return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 @torch.no_grad()

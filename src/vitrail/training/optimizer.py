@@ -1,5 +1,7 @@
 """AdamW, LAMB and Muon with per-part learning rates and float32 master copies of half-precision weights.
 
+`adamw_8bit` stores the two means with 8 bits.
+
 g gradient, m its running mean, v its running square, w weight, u update, t steps taken
 """
 
@@ -8,13 +10,16 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import Config
 from vitrail.errors import ConfigError
+from vitrail.nn.blockwise_quantization import BLOCK, dequantize_blockwise, quantize_blockwise
 from vitrail.nn.kernels import HAS_TRITON
 from vitrail.training.parameter_names import check_patterns_match, check_state_matches, matches_pattern
 
+MIN_8BIT_NUMEL = 4096
 BUCKET_NUMEL = 2**26
 """Elements updated together. It limits the size of the float32 copies of half-precision gradients."""
 
@@ -41,8 +46,10 @@ class ParamGroupConfig(Config):
 class OptimConfig(Config):
     """Optimizer settings. The defaults are the usual ones for large language models since GPT-3.
 
-    kind           adamw; lamb: Adam's update with weight decay, scaled for each parameter by ‖w‖ / ‖u‖; muon:
-                   orthogonalized momentum for the matrices of blocks, AdamW for all other parameters
+    kind           adamw; adamw_8bit: AdamW whose means are 8-bit codes with a scale for every 256 values, as in
+                   bitsandbytes, for parameters of 4096 elements or more; lamb: Adam's update with weight decay, scaled
+                   for each parameter by ‖w‖ / ‖u‖; muon: orthogonalized momentum for the matrices of blocks, AdamW for
+                   all other parameters
     lr             peak rate of every part that no entry of `param_groups` names; the schedule scales it
     betas          decay rates of the running means of the gradient and of its square
     eps            epsilon of the division by the root of the second mean
@@ -55,7 +62,7 @@ class OptimConfig(Config):
     """
 
     lr: float
-    kind: Literal["adamw", "lamb", "muon"] = "adamw"
+    kind: Literal["adamw", "adamw_8bit", "lamb", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -139,14 +146,26 @@ def _resolve_lr(config: OptimConfig, row: int | None) -> float:
     return rate.lr if rate.lr is not None else config.lr * (rate.lr_multiplier or 0.0)
 
 
+class _MomentCodes:
+    """The running means of one parameter with 8 bits, padded to whole blocks: codes (2, n), scales (2, n / BLOCK)."""
+
+    def __init__(self, like: Tensor):
+        size = -(-like.numel() // BLOCK)
+        self.codes = torch.zeros(2, size * BLOCK, dtype=torch.uint8, device=like.device)
+        self.scales = torch.zeros(2, size, device=like.device)
+
+
 class _ParameterState:
     """Optimizer state of one parameter."""
 
-    def __init__(self, weight: nn.Parameter, uses_muon: bool = False):
+    def __init__(self, weight: nn.Parameter, uses_muon: bool = False, uses_codes: bool = False):
         self.weight, self.uses_muon = weight, uses_muon  # whether Muon updates it
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.master_copy = None if weight.dtype == wide else weight.detach().to(wide)
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        # Either the two means, or their 8-bit codes and scales. A step sets the means from the codes.
+        self.codes = _MomentCodes(self.master) if uses_codes and weight.numel() >= MIN_8BIT_NUMEL else None
+        if self.codes is None:
+            self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
         self.grad_sum: Tensor | None = None  # over the micro-batches of one step
 
@@ -181,8 +200,12 @@ class Optimizer:
         self.groups = [group for group in groups if group.param_names]
         self._names = list(parameters)  # in the model's order
         muon_parameters = _select_muon_parameters(parameters) if config.kind == "muon" else frozenset()
+        if config.kind == "adamw_8bit" and any(hasattr(p, "to_local") for p in parameters.values()):
+            raise ConfigError(
+                "adamw_8bit needs whole parameters, and these are sharded over ranks", "use adamw, or one process"
+            )
         self.parameter_states = {
-            name: _ParameterState(parameters[name], name in muon_parameters)
+            name: _ParameterState(parameters[name], name in muon_parameters, config.kind == "adamw_8bit")
             for group in self.groups
             for name in group.param_names
         }
@@ -236,7 +259,10 @@ class Optimizer:
                 some = [slot for slot in slots if slot.uses_muon == uses_muon]
                 update = _step_muon if uses_muon else _step_lamb if self.config.kind == "lamb" else _step_adamw
                 if some:
+                    coded = [slot for slot in some if slot.codes is not None]
+                    _decode_means(coded)
                     update(some, _to_master_dtype(some), group, lr_factor * group.lr, self.config)
+                    _encode_means(coded)
             if copies := [(slot.weight, slot.master_copy) for slot in slots if slot.master_copy is not None]:
                 _copy_tensors([weight for weight, _ in copies], [master for _, master in copies])
 
@@ -257,12 +283,17 @@ class Optimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return a flat state: `mean.`, `square.`, `steps.` and, for half-precision weights, `master.`, then the name.
 
+        8-bit means are `codes.` and `scales.`, each of the mean and of the square.
+
         The tensors are not copies; save them before the next step. Training resumes from this state and the weights
         bit for bit.
         """
         state = {}
         for name, slot in self.parameter_states.items():
-            state[f"mean.{name}"], state[f"square.{name}"] = slot.exp_avg, slot.exp_avg_sq
+            if slot.codes is None:
+                state[f"mean.{name}"], state[f"square.{name}"] = slot.exp_avg, slot.exp_avg_sq
+            else:
+                state[f"codes.{name}"], state[f"scales.{name}"] = slot.codes.codes, slot.codes.scales
             state[f"steps.{name}"] = torch.tensor(slot.steps)
             if slot.master_copy is not None:
                 state[f"master.{name}"] = slot.master_copy
@@ -305,9 +336,38 @@ def _to_master_dtype(slots: list[_ParameterState]) -> list[Tensor]:
     return grads
 
 
+def _decode_means(slots: list[_ParameterState]) -> None:
+    """Set the float32 means of parameters with 8-bit state."""
+    for row, name in enumerate(("exp_avg", "exp_avg_sq")):
+        if held := [slot.codes for slot in slots if slot.codes is not None]:
+            codes, scales = torch.cat([c.codes[row] for c in held]), torch.cat([c.scales[row] for c in held])
+            values = dequantize_blockwise(codes, scales, signed=row == 0).split([c.codes.shape[1] for c in held])
+            for slot, value in zip(slots, values, strict=True):
+                setattr(slot, name, value[: slot.master.numel()].view_as(slot.master))
+
+
+def _encode_means(slots: list[_ParameterState]) -> None:
+    """Store the means with 8 bits and drop the float32 ones.
+
+    A square above 0 gets a code above 0: an update divided by eps alone would be huge.
+    """
+    for row, name in enumerate(("exp_avg", "exp_avg_sq")):
+        if held := [slot.codes for slot in slots if slot.codes is not None]:
+            means = [getattr(slot, name).flatten() for slot in slots]
+            values = torch.cat([F.pad(mean, (0, -len(mean) % BLOCK)) for mean in means])
+            codes, scales = quantize_blockwise(values, signed=row == 0)
+            if row == 1:
+                codes = torch.where((codes == 0) & (values > 0), codes + 1, codes)
+            sizes = [c.codes.shape[1] for c in held]
+            torch._foreach_copy_([c.codes[row] for c in held], list(codes.split(sizes)))
+            torch._foreach_copy_([c.scales[row] for c in held], list(scales.split([n // BLOCK for n in sizes])))
+            for slot in slots:
+                delattr(slot, name)
+
+
 def _update_in_one_pass(slot: _ParameterState, group: ParamGroup, lr: float, config: OptimConfig) -> bool:
     """Update a half-precision weight on a GPU with one AdamW kernel, if that applies; return whether it does."""
-    if slot.uses_muon or slot.master_copy is None or slot.grad is None:
+    if slot.uses_muon or slot.master_copy is None or slot.grad is None or slot.codes is not None:
         return False
     tensors = (slot.weight.detach(), slot.master_copy, slot.grad, slot.exp_avg, slot.exp_avg_sq)
     local = [_to_local_tensor(x) for x in tensors]

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vitrail.nn.blockwise_quantization import count_parameters
 from vitrail.training import distributed
 from vitrail.training.stage_config import StageConfig
 from vitrail.training.task import SampleSource
@@ -20,8 +21,6 @@ def summarize_run(
     state_bytes: int,
 ) -> dict[str, str]:
     """Return what will be trained, as rows of the summary."""
-    parameters = list(model.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
     weights = stage.mixture.weights
     total = sum(weights.values())
     data = (f"{name} ({len(sources[name]):,} samples, {weight / total:.0%})" for name, weight in weights.items())
@@ -31,8 +30,8 @@ def summarize_run(
     if (ranks := distributed.get_world_size()) > 1:
         where = f"{ranks} × {where}"
     rows = {
-        "model": f"{type(model).__name__}, {sum(p.numel() for p in parameters):,} parameters, "
-        f"{sum(p.numel() for p in trainable):,} trainable",
+        "model": f"{type(model).__name__}, {count_parameters(model):,} parameters, "
+        f"{count_parameters(model, trainable=True):,} trainable",
         "data": ", ".join(data),
         "device": where,
         "memory": f"{state_bytes / ranks / 1e9:.2f} GB for weights, gradients and optimizer state, plus activations",

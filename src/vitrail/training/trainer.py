@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from vitrail.devices import get_peak_flops
 from vitrail.errors import CheckpointError, ConfigError, TrainError, TrainingInterrupted
 from vitrail.nn import Block, disable_cudnn_attention
+from vitrail.nn.blockwise_quantization import count_parameters
 from vitrail.nn.cuda_graphs import enable_cuda_graphs
 from vitrail.nn.parameters import FiniteCheck
 from vitrail.training import checkpoint, distributed
-from vitrail.training.batch_loader import BatchLoader
 from vitrail.training.checkpoint_writer import CheckpointWriter
 from vitrail.training.ema import EMA
+from vitrail.training.lora import select_saved_tensors
 from vitrail.training.memory_errors import report_out_of_memory
 from vitrail.training.nonfinite_step import report_nonfinite_step
 from vitrail.training.optimizer import Optimizer
@@ -34,6 +35,7 @@ from vitrail.training.prefetch import PrefetchIterator
 from vitrail.training.rank_monitor import RankMonitor, report_stopped_ranks
 from vitrail.training.run_summary import format_progress, get_memory_gb, summarize_run
 from vitrail.training.stage_config import StageConfig, set_trainable_parts
+from vitrail.training.step_loader import StepLoader
 from vitrail.training.stop_signals import StopSignals
 from vitrail.training.task import Batch, MeteredTask, PreparedBatchTask, SampleSource, Task, TokenTask
 from vitrail.training.train_logger import TrainLogger
@@ -66,17 +68,19 @@ class Trainer:
                 f"stage {stage.name!r}: validate names {unknown[0]!r}, which is not a source",
                 f"sources: {', '.join(sources)}",
             )
-        self.loader = BatchLoader(stage, task, sources, seed, pin_memory=self.device.type == "cuda")
+        self.loader = StepLoader(stage, task, sources, seed, pin_memory=self.device.type == "cuda")
         model, alone = task.model, distributed.get_world_size() == 1
-        model.to(self.device, torch.float32)
+        self._given_dtypes = {name: tensor.dtype for name, tensor in _list_tensors(model)}
         set_trainable_parts(model, stage.trainable)
-        # Float32 originals of tensors that are rounded to bfloat16 but not trained.
+        # Originals of tensors that bfloat16 rounds, in host memory.
         self._unrounded: dict[str, Tensor] = {}
         if stage.dtype == "bfloat16":
-            before = {name: t.detach().clone() for name, t in model.state_dict().items()} if alone else {}
-            model.to(torch.bfloat16)
-            rounded = {name for name, t in model.state_dict().items() if t.dtype == torch.bfloat16}
-            self._unrounded = {name: t for name, t in before.items() if name in rounded}
+            before = {name: t.cpu() for name, t in model.state_dict().items() if alone and _is_rounded(t)}
+            model.to(self.device, torch.bfloat16)
+            after = model.state_dict()
+            self._unrounded = {name: t for name, t in before.items() if after[name].dtype == torch.bfloat16}
+        else:
+            model.to(self.device, torch.float32)
         if stage.gradient_checkpointing:
             _enable_gradient_checkpointing(model)
         self.module = distributed.TaskModule(task)
@@ -90,8 +94,7 @@ class Trainer:
         if stage.compile:
             self.forward_fn = torch.compile(self.module, mode="reduce-overhead" if stage.compile == "graphs" else None)
         # A backward pass costs one forward pass, and another one for the trainable weights.
-        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        self._passes_per_step = 2 + sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes)
+        self._passes_per_step = 2 + count_parameters(model, trainable=True) / count_parameters(model)
         self.step = 0
         self._peak_flops = get_peak_flops(self.device, getattr(torch, stage.dtype))
         self._run_eagerly = bool(stage.compile)  # whether the first pass, which may initialize modules, is to come
@@ -208,7 +211,7 @@ class Trainer:
 
     @torch.no_grad()
     def _finalize_model(self) -> nn.Module:
-        """Return the model for the next stage: in float32, from master weights and unrounded originals.
+        """Return the model for the next stage: in the dtypes it came with, from master weights and unrounded originals.
 
         Also remove the patched forward methods. With several ranks, the weights stay sharded; the caller gathers them.
         """
@@ -218,13 +221,15 @@ class Trainer:
                 module.__dict__.pop("forward", None)
         if distributed.get_world_size() == 1 and self.stage.dtype == "bfloat16":
             masters = self.optimizer.master_weights()
-            model.float()
+            for name, tensor in _list_tensors(model):
+                tensor.data = tensor.data.to(self._given_dtypes.get(name, tensor.dtype))
             for name, weight in model.named_parameters():
                 if name in masters:
                     weight.copy_(masters[name])
             state = model.state_dict()
             for name, before in self._unrounded.items():
-                if torch.equal(state[name].to(torch.bfloat16), before.to(torch.bfloat16)):  # unchanged buffer
+                rounded = state[name].to(torch.bfloat16)
+                if torch.equal(rounded, before.to(rounded)):  # unchanged, not trained
                     state[name].copy_(before)
         return model
 
@@ -373,7 +378,7 @@ class Trainer:
 
     def _tensor_groups(self) -> dict[str, Mapping[str, Tensor]]:
         groups: dict[str, Mapping[str, Tensor]] = {
-            "model": self.task.model.state_dict(),
+            "model": select_saved_tensors(self.task.model),
             "optim": self.optimizer.state_dict(),
         }
         return groups if self.ema is None else {**groups, "ema": self.ema.state_dict()}
@@ -437,6 +442,20 @@ class Trainer:
             f"step {self.step if step is None else step} made {where} NaN or infinite; {kept}",
             "lower the learning rate (stages.N.optim.lr) or max_grad_norm, and start a new run (another --out)",
         )
+
+
+def _list_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that casts of the model change."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    """Return whether bfloat16 cannot hold a tensor exactly."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.bfloat16:
+        return False
+    return not torch.equal(tensor.to(torch.bfloat16).to(tensor.dtype), tensor)
 
 
 def has_uninitialized_modules(model: nn.Module) -> bool:

@@ -355,7 +355,7 @@ class Oracle:
         return all(self.the(objects, ("", read[s][1])).colour == read[s][0] for s in "xy")
 
     def prompt_is_true(self, kind, text, objects):
-        """By the letter of the prompt: what it names is there, so often or so coloured, and so it lies."""
+        """Check a prompt literally: the named things exist, in the stated number, colour and position."""
         texts = templates.DRAWING_PROMPT_KINDS[kind]
         read = self.parse_text(texts.train + texts.test + templates.EXTRA_TEMPLATES[f"draw_{kind}"], text)
         fits = {

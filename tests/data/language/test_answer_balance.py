@@ -1,4 +1,4 @@
-"""What can be had without looking is what it should be: measured on thousands of questions."""
+"""Accuracy without the image is the intended one, measured on thousands of questions."""
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def test_open_answers_cannot_be_guessed(measured):
     assert measured["grounding"].blind < 0.05
 
 
-def test_popularity_can_be_seen_in_random_questions_and_not_in_popular_ones(words, scenes):
-    """Toys with more sprites appear more often; a blind guess by name then pays, unless absent ones are as popular."""
+def test_popularity_shows_in_random_questions_only(words, scenes):
+    """Concepts with more sprites appear more often: a blind guess by name helps unless absent ones are as popular."""
     even, batch = balance_answers(words, scenes(100, many=8192)), scenes(7, many=12_000)
     random, popular = (
         measure_baselines(generate_questions(even, batch, 0, f"existence_{pool}"))[0] for pool in ("random", "popular")
@@ -77,7 +77,7 @@ def test_all_labels_stay_where_scenes_have_them(words, scenes):
     assert not even.keep_thresholds["counting"][9:].any()
 
 
-def test_scenes_of_nothing_are_not_asked(words, scenes):
+def test_empty_scenes_have_only_counting_questions(words, scenes):
     batch = scenes(0, many=50)
     empty = type(batch)(**{**vars(batch), "sprite": torch.full_like(batch.sprite, -1)})
     assert not any(

@@ -64,7 +64,7 @@ def test_lists(lexicon):
     ]
 
 
-def test_templates_that_cannot_be_are_refused(lexicon):
+def test_invalid_templates_are_refused(lexicon):
     with pytest.raises(TextError, match="there is no space before the placeholder"):
         CompiledTemplates(["{colour c}{colour d}"], [], lexicon, PieceTable())
     with pytest.raises(TextError, match="'hue'"):
@@ -133,15 +133,15 @@ def test_enough_paraphrases_of_which_some_are_held_out(kind):
     assert not set(map(bare, texts.answers)) & set(map(bare, texts.answers_test))
 
 
-def test_no_kind_trains_on_what_any_kind_holds_out():
+def test_held_out_wordings_are_held_out_of_all_kinds():
     kinds = (ASKED | PROMPTS).values()
     train, test = ({bare(text) for kind in kinds for text in getattr(kind, part)} for part in ("train", "test"))
     assert not train & test
 
 
 @pytest.mark.parametrize("kind", EXTRA_TEMPLATES)
-def test_further_wordings_are_new_and_nowhere_near_a_held_out_one(kind):
-    """Neither as sentences nor word by word: of what stands between the slots a third or more is another."""
+def test_additional_wordings_differ_from_held_out_ones(kind):
+    """They differ as sentences and by words: at least a third of the text between the slots differs."""
     texts, more = (ASKED | SENTENCE_KINDS)[kind], EXTRA_TEMPLATES[kind]
     assert len(set(more)) == len(more) and not set(map(bare, more)) & set(map(bare, texts.train))
 
@@ -153,7 +153,7 @@ def test_further_wordings_are_new_and_nowhere_near_a_held_out_one(kind):
         assert not near, (held, near)
 
 
-def test_many_wordings_are_drawn_where_they_are_asked_for_and_nowhere_else(words, many_words, scenes):
+def test_extra_wordings_are_used_only_if_requested(words, many_words, scenes):
     batch, many = scenes(1, many=2000), many_words
     for kind in ("counting", "existence_random", "relation"):
         usual, more = (generate_questions(some, batch, 0, kind) for some in (words, many))
@@ -167,7 +167,7 @@ def test_many_wordings_are_drawn_where_they_are_asked_for_and_nowhere_else(words
 
 
 @pytest.mark.parametrize("kind", [*ASKED, *SENTENCE_KINDS])
-def test_every_wording_is_filled_whatever_the_names(kind):
+def test_every_wording_is_filled_for_all_names(kind):
     texts, pieces = (ASKED | SENTENCE_KINDS)[kind], PieceTable()
     texts = texts._replace(train=texts.train + EXTRA_TEMPLATES.get(kind, ()))
     wordings = (*texts.train, *texts.test)

@@ -1,4 +1,4 @@
-"""Dense prompts: what they say is true of their scenes, and every question has the answer that its words have."""
+"""Dense prompts are true of their scenes, and every question has the answer of the oracle."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ def output(oracle, text, objects):
 
 @given(seed=st.integers(0, 2**31), held_out=st.booleans())
 @settings(max_examples=12)
-def test_prompts_are_true_and_all_that_they_say_is_asked(seed, held_out, words, scenes, oracle):
+def test_prompts_are_true_and_every_statement_has_a_question(seed, held_out, words, scenes, oracle):
     asked = generate_dense_prompts(words, scenes(seed, many=MANY), seed, held_out=held_out)
     assert len(asked.graphs) == len(asked.specs) == len(asked.scenes)
     for b, graph in enumerate(asked.graphs):
@@ -53,8 +53,8 @@ def test_prompts_are_true_and_all_that_they_say_is_asked(seed, held_out, words, 
 
 @given(seed=st.integers(0, 2**31), turn=st.integers(0, MANY - 1))
 @settings(max_examples=12)
-def test_a_scene_is_answered_for_as_its_words_ask(seed, turn, words, scenes, oracle):
-    """Of its own scene and of others': what tensors say is what a reader of the strings says."""
+def test_answers_match_the_oracle(seed, turn, words, scenes, oracle):
+    """For its own scene and for others, the tensor answers equal those of a reader of the strings."""
     every = scenes(seed, many=MANY)
     asked = generate_dense_prompts(words, every, seed)
     numbers = list(range(len(asked.graphs)))[::-1]
@@ -82,6 +82,6 @@ def test_conditions_are_the_things_that_a_question_is_about(words, scenes):
                 assert all(things[number] in one.text for number in one.dependencies), one
 
 
-def test_the_same_seed_says_the_same(words, scenes):
+def test_equal_seeds_give_equal_output(words, scenes):
     first, again = (generate_dense_prompts(words, scenes(5), 5).graphs for _ in range(2))
     assert first == again != generate_dense_prompts(words, scenes(5), 6).graphs

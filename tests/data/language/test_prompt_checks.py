@@ -1,4 +1,4 @@
-"""Questions that a prompt answers: those that its meaning, as it was made, calls for."""
+"""Questions that check a drawing follow the meaning of its prompt."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def hundred() -> SceneLanguage:
 
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("kind", DRAWING_PROMPT_KINDS)
-def test_they_ask_for_what_the_prompt_means(kind, held_out, hundred):
+def test_questions_follow_the_meaning_of_the_prompt(kind, held_out, hundred):
     """Prompts are written from a meaning, which the questions give back, in whatever words it was put."""
     drawn = generate_prompts(hundred, kind, 60, seed=3, held_out=held_out)
     for row, text in enumerate(hundred.pieces.to_texts(drawn.text)):

@@ -60,8 +60,8 @@ def test_nothing_waits_for_the_device(words, scenes):
 
 
 @pytest.mark.slow  # the first use of the meta device is
-def test_all_can_be_said_without_data(words, scenes):
-    """On the meta device there is no data: whatever looks at a value, or leaves the device, fails."""
+def test_questions_are_generated_on_the_meta_device(words, scenes):
+    """On the meta device, code that reads a value or leaves the device fails."""
     tokens = words.pieces.tokenize(train_tokenizer(words, 1000)).to("meta")
     batch = scenes(0, many=16).to("meta")
     for tensor in everything(words.to("meta"), batch, 0):

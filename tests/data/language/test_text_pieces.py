@@ -82,8 +82,8 @@ def test_a_tokenizer_that_puts_a_space_before_every_text_is_refused():
         pieces.tokenize(Tokenizer(rust))
 
 
-def test_a_space_that_sentencepiece_puts_before_every_text_stands_before_the_first_piece_alone():
-    """Llama's way: words begin with a mark, and so does whatever is encoded by itself."""
+def test_sentencepiece_prefix_space_precedes_only_the_first_piece():
+    """As in Llama's tokenizer: words begin with a mark, and so does every text that is encoded alone."""
     rust = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?", fuse_unk=True))
     rust.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     rust.decoder = tokenizers.decoders.Metaspace()
@@ -98,7 +98,7 @@ def test_a_space_that_sentencepiece_puts_before_every_text_stands_before_the_fir
         assert row[:n] == tokenizer.encode(text) and tokenizer.decode(row[:n]) == text
 
 
-def test_what_has_no_room_is_said():
+def test_texts_longer_than_the_row_are_reported():
     tokens = TokenTable([[], [1, 2], [3]])
     rows = torch.tensor([[1, 0, 2], [2, 0, 0]])
     ids, lengths = tokens.to_ids(rows, 4, pad=9)

@@ -1,4 +1,4 @@
-"""Every answer of every kind is what a plain reader of the string finds in the scene."""
+"""Every answer of every kind equals that of the oracle, which reads the question and the scene."""
 
 from collections import Counter
 from dataclasses import replace

@@ -58,8 +58,8 @@ def test_both_ways_give_the_same_pixels_and_masks(atlas, size, seed, mirror, ben
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
-def test_without_a_look_nothing_is_changed(atlas):
-    """None at all, and one that leaves everything as it is."""
+def test_no_transform_changes_nothing(atlas):
+    """No appearance, and the identity."""
     scenes = sample_scenes(MIXED, atlas.table, 3, torch.arange(20))
     assert AppearanceSampler(MIXED, atlas.table)(3, scenes) is None
     plain = AppearanceSampler(MIXED.replace(flip_probability=1.0), atlas.table)(3, scenes)
@@ -68,7 +68,7 @@ def test_without_a_look_nothing_is_changed(atlas):
     assert torch.equal(render_scenes(scenes, atlas, 64, appearance=still), render_scenes(scenes, atlas, 64))
 
 
-def test_a_look_follows_from_seed_and_index_alone(atlas):
+def test_transform_depends_only_on_seed_and_index(atlas):
     config = MIXED.replace(flip_probability=0.5, shape_jitter=0.4, colour_jitter=0.3)
     scenes, look = colour_names(atlas, config, 8, 30)
     order = torch.randperm(30)[:11]
@@ -90,7 +90,7 @@ def test_what_is_mirrored_is_the_mirror_image(atlas):
     assert (there.flip(-1) - back).abs().max() <= 3 and not torch.equal(there, back)
 
 
-def test_a_bend_moves_the_middle_and_leaves_the_ends(atlas):
+def test_bend_moves_the_middle_only(atlas):
     """The stripe's upper part is 53 of 112 lines; at u lies what was at u + b · u · (1 − u), which is solved here."""
     drawn = scene(atlas, [("left/stripe", "", (0, 0, 1, 1))])
     edge = 53 / 112
@@ -124,7 +124,7 @@ def test_boxes_stay_tight_and_backgrounds_bare(atlas, seed, bend):
         assert torch.equal(pixels[:, c][bare].long(), extract_channel(empty, c)[bare])
 
 
-def test_words_are_neither_mirrored_nor_bent_and_looks_differ(atlas):
+def test_words_are_not_mirrored_or_bent_and_appearances_differ(atlas):
     config = PRESETS["words"].replace(flip_probability=1.0, shape_jitter=0.8, colour_jitter=0.2)
     scenes, look = colour_names(atlas, config, 0, 200)
     thing = torch.tensor([kind == "thing" for kind in atlas.table.kind])[scenes.sprite.clamp(min=0)] & scenes.is_filled
@@ -167,8 +167,8 @@ def test_a_shaded_colour_keeps_its_name_in_any_view(far):
         assert len(rows[colour].unique()) > NUM_COLOUR_MATRICES / 16  # and yet there are many
 
 
-def test_tinted_things_are_still_called_by_their_colour(atlas):
-    """Drawn ones, of several shades and designs: those that the namer is right about as they are."""
+def test_tinted_things_keep_their_colour_name(atlas):
+    """On rendered things of several shades and designs that are named correctly without appearance changes."""
     config = PRESETS["colours"].replace(colour_jitter=0.3, flip_probability=0.5, shape_jitter=0.4)
     scenes, look = colour_names(atlas, config, 4, 160)
     shown = {"plain": None, "worn": look}
@@ -182,7 +182,7 @@ def test_tinted_things_are_still_called_by_their_colour(atlas):
     assert right["worn"][right["plain"]].float().mean() > 0.97
 
 
-def test_views_that_would_lie_are_refused(atlas):
+def test_augmentation_that_invalidates_answers_is_refused(atlas):
     source = SceneSourceConfig(
         atlas="-",
         image_size=16,

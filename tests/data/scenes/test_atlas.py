@@ -41,7 +41,7 @@ def test_colours_are_multiplied_by_opacity(atlas):
         assert (level[:, :3] <= level[:, 3:]).all()
 
 
-def test_selected_rows_keep_what_they_are(atlas):
+def test_select_keeps_names_and_pixels(atlas):
     rows = find_sprites(atlas.table, ["thing"], ["right"], ["ball", "moon"])
     small = atlas.select(rows)
     assert small.table.id == ("right/ball", "right/moon")
@@ -151,7 +151,7 @@ def test_what_is_no_sprite_is_named(change, kind, message):
         Atlas.build([sprite._replace(**change)])
 
 
-def test_atlases_that_cannot_be():
+def test_invalid_atlases():
     sprite = Sprite("v/a", "v", "a", "thing", "a", "", np.full((4, 4, 4), 255, np.uint8))
     with pytest.raises(DataError, match="v/a"):
         Atlas.build([sprite, sprite])

@@ -112,7 +112,7 @@ def test_visible_parts_and_the_background_add_up(atlas):
         assert torch.equal(pixels[:, c][bare].long(), extract_channel(empty, c)[bare])
 
 
-def test_what_lies_behind_shines_through(atlas):
+def test_opacity_blends_with_the_background(atlas):
     scenes = sample_scenes(PRESETS["plain"], atlas.table, 1, torch.arange(12))
     whole, faint, bare = (render_scenes(scenes, atlas, 50, opacity=x).int() for x in (1.0, 0.25, 0.0))
     assert torch.equal(render_scenes(scenes, atlas, 50).int(), whole)
@@ -191,7 +191,7 @@ def test_a_small_picture_is_a_large_one_reduced(atlas):
 # ── arithmetic ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_lane_runs_over_whatever_is_laid_over_what():
+def test_blending_does_not_overflow_lanes():
     opacity, below = torch.arange(256)[:, None], torch.arange(256)
     for share in (0, 1, 2):
         colour = (opacity * share + 1) // 2
@@ -236,7 +236,7 @@ def test_backgrounds_are_opaque_varied_and_the_same_at_any_size():
     assert (reduced[:, 0] - extract_channel(small, 0)).abs().max() < 6
 
 
-def test_sizes_and_devices_that_cannot_be(atlas):
+def test_invalid_sizes_and_devices(atlas):
     scenes = sample_scenes(MIXED, atlas.table, 0, torch.arange(2))
     with pytest.raises(ImageError, match="0 × 5"):
         render_scenes(scenes, atlas, (0, 5))
@@ -273,7 +273,7 @@ def test_one_kernel_draws_the_same_bits(atlas, tmp_path):
     interpreted(FUSED, str(tmp_path / "atlas.safetensors"))
 
 
-def test_ways_that_are_none_are_refused(atlas):
+def test_unknown_rendering_method_is_refused(atlas):
     scenes = sample_scenes(MIXED, atlas.table, 0, torch.arange(2))
     for draw in (render_scenes, render_masks):
         with pytest.raises(ImageError, match="unknown rendering method False"):

@@ -176,7 +176,7 @@ def test_held_out_colours_are_never_worn_in_training(atlas):
     assert len(train) == 9 * len(test)
 
 
-def test_words_frames_vendors_and_fonts_are_those_asked_for(atlas):
+def test_words_frames_vendors_and_fonts_follow_the_config(atlas):
     table = atlas.table
     config = PRESETS["mixed"].replace(
         vendors=("right",), fonts=("aileron-bold",), word_probability=0.5, inside_probability=1.0

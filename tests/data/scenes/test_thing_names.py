@@ -15,18 +15,18 @@ def shown(table, rows) -> set[str]:
     return {table.names[c] for c in table.concept[rows].tolist()}
 
 
-def test_the_hundred_are_what_the_judge_knows():
+def test_hundred_concepts_equal_those_of_the_judge():
     read = recipe.load_recipe("judge").model.config
     assert read is not None and sorted(read["concepts"]) == sorted(HUNDRED_THINGS) and len(set(HUNDRED_THINGS)) == 100
 
 
-def test_the_thirty_are_those_that_it_knows_first():
-    """So that `eval drawing --concepts 30` asks for what a generator of them learned."""
+def test_first_thirty_concepts_are_a_prefix():
+    """`eval drawing --concepts 30` uses the concepts that a generator of thirty is trained on."""
     read = recipe.load_recipe("judge").model.config
     assert read is not None and tuple(read["concepts"][:30]) == module.THING_GROUPS["thirty"]
 
 
-def test_a_group_is_those_that_there_are(atlas, monkeypatch):
+def test_group_selects_the_things_of_the_atlas(atlas, monkeypatch):
     table = atlas.table
     every = shown(table, find_things(table))
     one, other, third = sorted(every)[:3]

@@ -15,7 +15,7 @@ def test_a_bare_machine_has_several_fonts_that_differ():
     assert pictures["aileron-narrow"].shape[1] < pictures["aileron"].shape[1] < pictures["aileron-wide"].shape[1]
 
 
-def test_letters_are_dark_with_a_white_halo_and_nothing_is_cut():
+def test_letters_are_dark_with_a_white_outline():
     for font in BUILT_IN_FONTS:
         picture = draw_word("jagged Qf", font)
         assert not picture[[0, -1], :, 3].any() and not picture[:, [0, -1], 3].any()

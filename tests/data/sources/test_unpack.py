@@ -1,4 +1,4 @@
-"""Untrusted archives: nothing is written outside the folder, and what is skipped is counted."""
+"""Untrusted archives: nothing is written outside the folder, and skipped members are counted."""
 
 import io
 import lzma

@@ -29,7 +29,7 @@ def client(arcade: GameHost) -> TestClient:
 
 
 class Page:
-    """`with Page(client) as page`: what a page says, and what it hears."""
+    """`with Page(client) as page`: the messages that a page sends and receives."""
 
     def __init__(self, client: TestClient, **how):
         self.socket = client.websocket_connect(SOCKET, **how)

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: keys, buttons and pictures do what they should, and nothing else is asked of anyone."""
+"""The page in Chromium: keys, buttons and images work, and the page makes no other request."""
 
 import os
 import re

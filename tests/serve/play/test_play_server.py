@@ -1,4 +1,4 @@
-"""The page's server: what is asked is answered, players do not disturb each other, and no other site may ask."""
+"""The play server answers requests, isolates players, and refuses other sites."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What players give the server: pictures of their own, and rubbish."""
+"""Input of players: their own images, and invalid data."""
 
 import io
 import json

@@ -35,7 +35,7 @@ class MixtureDataset(Dataset):
 class _StepBatchSampler:
     """Batch sampler: yields the sample indices of every micro-batch of the remaining steps."""
 
-    def __init__(self, loader: "BatchLoader", start: int):
+    def __init__(self, loader: "StepLoader", start: int):
         self.loader, self.start = loader, start
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -54,7 +54,7 @@ def _init_worker(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class BatchLoader:
+class StepLoader:
     """Dataloader of one stage. `iterate_batches` starts at any step, so a resumed run reads the same samples."""
 
     def __init__(

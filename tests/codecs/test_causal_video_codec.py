@@ -19,6 +19,7 @@ from vitrail.codecs.causal_layers import group_norm, patch_haar, patch_pixels, u
 from vitrail.codecs.quantizers import FSQConfig
 from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
 from vitrail.errors import ConfigError, ImageError
+from vitrail.nn import Workload, cost
 
 NET = {"encoder_widths": (8, 8, 12), "decoder_widths": (8, 8, 12), "layers": 1, "latent_channels": 4, "image_size": 16}
 FACTORS = [
@@ -264,3 +265,37 @@ def test_gradients_reach_every_parameter(net):
     pixels, quantized = codec(video)
     ((pixels - video).square().mean() + sum(quantized.losses.values(), torch.zeros(()))).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in codec.parameters())
+
+
+@torch.no_grad()
+def test_flops_match_a_hand_count():
+    codec = make_codec(**COGVIDEOX)  # 9 frames, 5 latent frames, in one chunk each; sides halved once
+    work = codec.workload(9, batch_size=3, frame_size=(4, 8))
+    assert work.tokens == 3 * 5 * 2 * 4 == 3 * codec.config.count_codes(9, (4, 8))
+    fine, small = 9 * 4 * 8, 5 * 2 * 4  # positions: frames × height × width
+    conv = 2 * 27
+    encoder = conv * fine * 3 * 4 + 2 * conv * fine * 4 * 4  # first convolution, level 0
+    encoder += 2 * 9 * small * 4 * 4  # the pairs of frames are averaged before the convolution
+    encoder += conv * small * (4 * 8 + 8 * 8) + 2 * small * 4 * 8  # level 1, with a shortcut
+    encoder += 4 * conv * small * 8 * 8 + conv * small * 8 * 8  # middle; 2 · 4 channels
+    bridges = 2 * small * (8 * 4 + 4 * 4)  # pre_quant takes a mean and a log variance, post_quant a code
+    decoder = conv * small * 4 * 8 + 4 * conv * small * 8 * 8 + 4 * conv * small * 8 * 8  # middle, level 0
+    upsample = 2 * 9 * (5 * 4 * 8) * 8 * 8  # before the frames are repeated
+    decoder += upsample + conv * fine * (8 * 4 + 3 * 4 * 4) + 2 * fine * 8 * 4 + conv * fine * 4 * 3
+    modulation = 2 * small * 4 * (2 * 8) * 8 + 2 * small * 4 * (2 * 8 + 3 * 2 * 4) + 2 * small * 4 * 2 * 4
+    assert cost.count_flops(codec, work) == 3 * (encoder + bridges + decoder + modulation)
+    size = sum(p.nbytes for p in codec.parameters())
+    assert cost.count_bytes(codec, work) == cost.MemoryBytes(weights=size, read=size)
+    with pytest.raises(ConfigError, match="needs a VideoWorkload"):
+        cost.count_flops(codec, Workload.full_attention(4))
+
+
+@torch.no_grad()
+def test_flops_of_attention_are_counted():
+    """Two spatial and two temporal attentions in the middle of Cosmos, of encoder and decoder."""
+    small, large = (make_codec(**FACTORS[0]).workload(5, frame_size=size) for size in ((8, 8), (16, 16)))
+    codec = make_codec(**FACTORS[0])
+    width, frames = 12, 2
+    frame_attention = [2 * 4 * width * frames * n * n for n in (4, 16)]
+    linear = [cost.count_flops(codec, work) - core for work, core in zip((small, large), frame_attention, strict=True)]
+    assert linear[1] == 4 * linear[0]

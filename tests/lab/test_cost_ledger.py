@@ -194,7 +194,7 @@ def test_every_preset_has_a_ledger():
         compute_ledger(name, devices=(), context_lengths=()).input_kind
         for name in PRESETS.keys() - ALL_VLM_PRESETS.keys()
     }
-    assert rows == {"prompt", "image", "text"}
+    assert rows == {"prompt", "image", "text", "video"}
     assert get_preset("qwen3-4b") is DECODER_PRESETS["qwen3-4b"]
     assert torch.empty(1).device.type == "cpu"  # the default device is restored
 

@@ -53,6 +53,10 @@ class CausalAutoencoderConfig(Config):
         """Return the frames that latent frames decode to."""
         return 1 + self.temporal_factor * (num_latent_frames - 1)
 
+    def round_up_frames(self, num_frames: int) -> int:
+        """Return the smallest number of frames, at least `num_frames`, that is restored by decoding."""
+        return self.count_frames(1 + -(-(num_frames - 1) // self.temporal_factor))
+
 
 class StreamCache(dict[nn.Module, Any]):
     """What the causal layers of one encoder or decoder keep between chunks: layer → frames, keys or values.

@@ -7,10 +7,12 @@ between chunks of 8 frames only, and take any number of frames.
 Shapes: B batch, T frames, C channels, H, W pixels, t, h, w latent frames and positions, d width of a code.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.codecs.causal_layers import StreamCache
 from vitrail.codecs.codec import BridgeKind, CodecModule, make_bridge
@@ -21,6 +23,7 @@ from vitrail.codecs.video_codec import uint8_to_pixels
 from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig
 from vitrail.config import Config
 from vitrail.errors import ConfigError, ImageError
+from vitrail.nn import Workload, cost
 from vitrail.registry import MODELS
 
 
@@ -50,6 +53,25 @@ class CausalVideoCodecConfig(Config):
                 f"{self.net.latent_channels} latent channels",
                 "give one of each for each channel, or for each channel and latent frame",
             )
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        """Height and width of the training frames."""
+        size = self.net.image_size
+        return size if isinstance(size, tuple) else (size, size)
+
+    def count_codes(self, num_frames: int, frame_size: tuple[int, int] | None = None) -> int:
+        """Return the codes of a video with frames of `frame_size`, by default that of the training."""
+        (height, width), factor = frame_size or self.frame_size, self.net.spatial_factor
+        return self.net.count_latent_frames(num_frames) * (height // factor) * (width // factor)
+
+
+class VideoWorkload(Workload, kw_only=True):
+    """Workload of videos of one size: `tokens` are latent positions, frames and sides those of the pixels."""
+
+    num_frames: int
+    height: int
+    width: int
 
 
 class VideoCodecCache(NamedTuple):
@@ -97,8 +119,7 @@ class CausalVideoCodec(CodecModule):
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the training frames."""
-        size = self.config.net.image_size
-        return size if isinstance(size, tuple) else (size, size)
+        return self.config.frame_size
 
     @property
     def device(self) -> torch.device:
@@ -113,6 +134,20 @@ class CausalVideoCodec(CodecModule):
     def count_frames(self, num_latent_frames: int) -> int:
         """Return the frames that latent frames decode to."""
         return self.config.net.count_frames(num_latent_frames)
+
+    def workload(
+        self, num_frames: int, batch_size: int = 1, frame_size: tuple[int, int] | None = None
+    ) -> VideoWorkload:
+        """Return the workload of a batch of videos with frames of `frame_size`, by default that of the training."""
+        height, width = frame_size or self.image_size
+        return VideoWorkload(
+            tokens=batch_size * self.config.count_codes(num_frames, (height, width)),
+            attention_pairs=0,
+            sequences=batch_size,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+        )
 
     def make_cache(self, max_frames: int | None = None) -> VideoCodecCache:
         """Create empty caches for encoding and decoding chunk by chunk.
@@ -167,3 +202,31 @@ class CausalVideoCodec(CodecModule):
         elif T % chunk:
             n = max(1, round(T / chunk))
             raise ImageError(f"a later chunk has {T} frames", f"give a multiple of {chunk} frames, such as {chunk * n}")
+
+
+# ---- costs ------------------------------------------------------------------------------------------------------
+
+
+@cost.count_flops.register
+def _(module: CausalVideoCodec, work: Workload) -> int:
+    """Count the FLOPs of `codec(video)`, one encoding and one decoding, by a pass on the meta device."""
+    if not isinstance(work, VideoWorkload):
+        raise ConfigError("the cost of a video codec needs a VideoWorkload", "use `codec.workload(num_frames)`")
+
+    flops = _count_video_flops(module.config, work.num_frames, work.height, work.width)
+    return work.sequences * flops + cost.count_flops(module.quantizer, work)
+
+
+@functools.lru_cache(maxsize=256)
+def _count_video_flops(config: CausalVideoCodecConfig, num_frames: int, height: int, width: int) -> int:
+    """Count the FLOPs of the networks and the projections for one video."""
+    net = config.net
+    with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        codec = CausalVideoCodec(config)
+        features = codec.pre_quant_proj(codec.encoder(torch.empty(1, num_frames, height, width, net.channels)))
+        codes = features.new_empty(*features.shape[:-1], codec.quantizer.width)
+        codec.decoder(codec.post_quant_proj(codes))
+    return counter.get_total_flops()
+
+
+cost.count_bytes.register(CausalVideoCodec, cost.sum_tensor_bytes)

@@ -16,6 +16,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from vitrail.codecs.causal_layers import (
+    CausalAutoencoderConfig,
     CausalConv,
     SpatialConv,
     StreamCache,
@@ -23,7 +24,7 @@ from vitrail.codecs.causal_layers import (
     repeat_positions,
     silu,
 )
-from vitrail.config import Config, LayerCount, PositiveInt
+from vitrail.config import LayerCount, PositiveInt
 from vitrail.errors import ConfigError, ImageError
 
 CHUNK_FRAMES = 8
@@ -32,7 +33,7 @@ CHUNK_LATENT_FRAMES = 2
 """Latent frames that the decoder processes at a time. The first chunk also takes the remainder."""
 
 
-class CogVideoXAutoencoderConfig(Config, tag="cogvideox", tag_field="kind"):
+class CogVideoXAutoencoderConfig(CausalAutoencoderConfig, tag="cogvideox", tag_field="kind"):
     """Config of `CogVideoXEncoder` and `CogVideoXDecoder`.
 
     widths           channels of each level from the finest to the coarsest; all but the last halve the resolution
@@ -105,6 +106,12 @@ class CogVideoXAutoencoderConfig(Config, tag="cogvideox", tag_field="kind"):
             chunks = [2 * frames - frames % 2 for frames in chunks]
         return sum(chunks)
 
+    def round_up_frames(self, num_frames: int) -> int:
+        """Return the smallest number of frames, at least `num_frames`, that is restored by decoding."""
+        while self.count_frames(self.count_latent_frames(num_frames)) != num_frames:
+            num_frames += 1
+        return num_frames
+
     def make_networks(self) -> tuple[nn.Module, nn.Module]:
         """Build the encoder and the decoder."""
         return CogVideoXEncoder(self), CogVideoXDecoder(self)
@@ -148,7 +155,7 @@ def _modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Compute x · scale + shift. The size of x is a multiple of that of scale and shift, which are repeated."""
     shape = [part for n, m in zip(x.shape[1:4], scale.shape[1:4], strict=True) for part in (m, n // m)]
     scale, shift = (y[:, :, None, :, None, :, None] for y in (scale, shift))
-    return torch.addcmul(shift, x.reshape(x.shape[0], *shape, x.shape[-1]), scale).view(x.shape)
+    return torch.addcmul(shift, x.reshape(x.shape[0], *shape, x.shape[-1]), scale).reshape(x.shape)
 
 
 class CogVideoXResNetBlock(nn.Module):

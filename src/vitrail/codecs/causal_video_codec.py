@@ -8,7 +8,7 @@ Shapes: B batch, T frames, C channels, H, W pixels, t, h, w latent frames and po
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,7 +213,8 @@ def _(module: CausalVideoCodec, work: Workload) -> int:
     if not isinstance(work, VideoWorkload):
         raise ConfigError("the cost of a video codec needs a VideoWorkload", "use `codec.workload(num_frames)`")
 
-    flops = _count_video_flops(module.config, work.num_frames, work.height, work.width)
+    config: Any = module.config
+    flops = _count_video_flops(config, work.num_frames, work.height, work.width)
     return work.sequences * flops + cost.count_flops(module.quantizer, work)
 
 

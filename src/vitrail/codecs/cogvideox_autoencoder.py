@@ -20,6 +20,7 @@ from vitrail.codecs.causal_layers import (
     CausalConv,
     SpatialConv,
     StreamCache,
+    compute_group_norm,
     group_norm,
     repeat_positions,
     silu,
@@ -143,11 +144,17 @@ class LatentModulatedNorm(ChunkNorm):
 
     def forward(self, input: Tensor, latents: Tensor | None = None) -> Tensor:
         assert latents is not None
-        x, (scale, shift) = super().forward(input), self.modulation(latents).chunk(2, -1)
+        y_scale, y_shift = self.modulation(latents).chunk(2, -1)
+        scale, shift = (
+            part[:, None, None, None].to(input.dtype)
+            for part in compute_group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        )
+        # (x · scale + shift) · y_scale + y_shift, combined at the resolution of the latents
+        scale, shift = scale * y_scale, torch.addcmul(y_shift, shift, y_scale)
         first = latents.shape[1] % 2
-        parts = [_modulate(x[:, :first], scale[:, :first], shift[:, :first])] if first else []
-        if x.shape[1] > first:
-            parts.append(_modulate(x[:, first:], scale[:, first:], shift[:, first:]))
+        parts = [_modulate(input[:, :first], scale[:, :first], shift[:, :first])] if first else []
+        if input.shape[1] > first:
+            parts.append(_modulate(input[:, first:], scale[:, first:], shift[:, first:]))
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -170,7 +177,9 @@ class CogVideoXResNetBlock(nn.Module):
 
     def forward(self, x: Tensor, latents: Tensor | None = None, cache: StreamCache | None = None) -> Tensor:
         y = self.conv1(silu(self.norm1(x, latents)), cache)
-        return self.conv2(silu(self.norm2(y, latents)), cache) + self.shortcut(x)
+        y = self.conv2(silu(self.norm2(y, latents)), cache)
+        y += self.shortcut(x)
+        return y
 
 
 class CogVideoXDownsample(nn.Module):

@@ -116,7 +116,9 @@ class WanResNetBlock(nn.Module):
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
         y = self.conv1(silu(self.norm1(x)), cache)
-        return self.conv2(silu(self.norm2(y)), cache) + self.shortcut(x)
+        y = self.conv2(silu(self.norm2(y)), cache)
+        y += self.shortcut(x)
+        return y
 
 
 class WanDownsample(nn.Module):

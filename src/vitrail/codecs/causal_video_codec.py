@@ -30,9 +30,11 @@ from vitrail.registry import MODELS
 class CausalVideoCodecConfig(Config):
     """Config of a `CausalVideoCodec`. `net` configures the encoder and the decoder, `quantizer` the quantizer.
 
-    pre_quant, post_quant      projections before and after the quantizer: none or linear
-    latents_mean, latents_std  normalization of latents for diffusion models, one value for each channel, or for each
-                               channel and latent frame; the codec does not apply it
+    pre_quant                  projection from features to quantizer input: none or linear
+    post_quant                 projection from codes to decoder input: none or linear
+    latents_mean               means of the latents for diffusion models, one for each channel, or for each channel and
+                               latent frame; the codec does not apply them
+    latents_std                standard deviations of the latents, likewise
     scaling_factor             factor that diffusion models apply to latents; the codec does not apply it
     invert_scale_latents       diffusion models divide the latents of a given image by the factor instead
     """

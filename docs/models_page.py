@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from hub.shrunk_checkpoints import MODELS as SHRUNK_MODELS  # noqa: E402
 from hub.test_released_configs import PARAMETERS, RELEASED  # noqa: E402
 from vitrail.backbones.decoder import Decoder  # noqa: E402
+from vitrail.codecs.causal_video_codec import CausalVideoCodec  # noqa: E402
 from vitrail.codecs.codec import Codec  # noqa: E402
 from vitrail.encoders import T5Encoder, TextTower  # noqa: E402
 from vitrail.errors import VitrailError  # noqa: E402
@@ -61,6 +62,7 @@ KINDS = (
     Kind("Language models", (Decoder,), "write"),
     Kind("Contrastive models", (ContrastiveModel,), "search"),
     Kind("Image tokenizers", (Codec,), None),
+    Kind("Video tokenizers", (CausalVideoCodec,), None),
     Kind("Text encoders", (TextTower, T5Encoder), None),
     Kind("Vision towers and others", (object,), None),
 )
@@ -102,7 +104,7 @@ def describe_training(family: CheckpointFamily, config: Any) -> str:
         types = TASKS[name].model_types
         if family.model_class in (types if isinstance(types, tuple) else (types,)):
             return f"`{name}`"
-    return "–" if family.model_class is T5Encoder else "as a part"
+    return "–" if family.model_class in (T5Encoder, CausalVideoCodec) else "as a part"
 
 
 def describe_export(family: CheckpointFamily, config: Any) -> str:

@@ -20,11 +20,12 @@ from vitrail.codecs.video_token_file import (
 from vitrail.errors import ConfigError, DataError
 
 
-def make_header(k=4, segments=3, sizes=(64_000,), groups=False, dtype=None, **more) -> TokenFileHeader:
+def make_header(k=4, segments=3, sizes=(64_000,), groups=False, dtype=None, multiple=1, **more) -> TokenFileHeader:
     video = VideoTokenSettings(
         temporal_factor=k,
-        segment_frames=1 + k * (segments - 1),
-        chunk_frames=k,
+        frame_multiple=k * multiple,
+        segment_frames=1 + k * multiple * (segments - 1),
+        chunk_frames=k * multiple,
         latent_dtype=dtype,
         latent_width=0 if dtype is None else 3,
     )
@@ -54,6 +55,8 @@ def make_segments(record: VideoRecord, header: TokenFileHeader, seed=0) -> list[
     segments, frames = [], list(range(record.num_frames))
     while frames:
         own, frames = frames[: video.segment_frames], frames[video.segment_frames :]
+        while (len(own) - 1) % video.frame_multiple:
+            own.append(own[-1])
         latents = len({math.ceil(number / video.temporal_factor) for number in range(len(own))})
         shape = (latents, *record.grid)
         if video.latent_dtype:
@@ -91,11 +94,12 @@ def write_videos(path, header, records, faults=()) -> bytes:
     grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     sizes=st.lists(st.integers(1, 2**40), min_size=1, max_size=3),
     dtype=st.sampled_from([None, None, *LATENT_DTYPES]),
+    multiple=st.integers(1, 3),
 )
 @settings(max_examples=60)
-def test_tokens_of_any_frame_count_round_trip(tmp_path_factory, k, segments, counts, grid, sizes, dtype):
+def test_tokens_of_any_frame_count_round_trip(tmp_path_factory, k, segments, counts, grid, sizes, dtype, multiple):
     path = tmp_path_factory.mktemp("round") / "a.vt"
-    header = make_header(k, segments, tuple(sizes), len(sizes) > 1 and dtype is None, dtype)
+    header = make_header(k, segments, tuple(sizes), len(sizes) > 1 and dtype is None, dtype, multiple)
     records = [make_record(f"{number} é.mp4", count, grid, number) for number, count in enumerate(counts)]
     write_videos(path, header, records, faults=[("bad.mp4", "is broken")])
     with VideoTokenFile(path, codec_identity=header.model) as file:
@@ -116,10 +120,12 @@ def test_tokens_of_any_frame_count_round_trip(tmp_path_factory, k, segments, cou
             assert video.duration == pytest.approx(steps.sum() / 100)
 
 
-@given(k=st.integers(1, 5), segments=st.integers(1, 4), count=st.integers(1, 40), data=st.data())
+@given(
+    k=st.integers(1, 5), segments=st.integers(1, 4), count=st.integers(1, 40), multiple=st.integers(1, 2), data=st.data()
+)
 @settings(max_examples=60)
-def test_seeking_equals_slicing(tmp_path_factory, k, segments, count, data):
-    path, header = tmp_path_factory.mktemp("seek") / "a.vt", make_header(k, segments)
+def test_seeking_equals_slicing(tmp_path_factory, k, segments, count, multiple, data):
+    path, header = tmp_path_factory.mktemp("seek") / "a.vt", make_header(k, segments, multiple=multiple)
     record = make_record("a.mp4", count)
     write_videos(path, header, [record])
     first = data.draw(st.integers(0, count - 1))
@@ -276,6 +282,7 @@ def test_invalid_segments_are_refused(tmp_path):
     [
         ({"segment_frames": 12}, "use segments of 13 frames"),
         ({"chunk_frames": 6}, "multiple of 4"),
+        ({"frame_multiple": 6}, "use a multiple"),
         ({"latent_dtype": "float16"}, "give both or none"),
         ({"start": 3.0, "end": 2.0}, "after the start"),
         ({"start": float("nan")}, "start"),
@@ -286,4 +293,4 @@ def test_invalid_segments_are_refused(tmp_path):
 )
 def test_invalid_settings_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        VideoTokenSettings(**{"temporal_factor": 4, "segment_frames": 9, "chunk_frames": 4} | fields)
+        VideoTokenSettings(**{"temporal_factor": 4, "frame_multiple": 4, "segment_frames": 9, "chunk_frames": 4} | fields)

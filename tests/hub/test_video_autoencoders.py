@@ -14,6 +14,7 @@ from vitrail.registry import FAMILIES
 diffusers = pytest.importorskip("diffusers")
 AutoencoderKLCosmos = diffusers.AutoencoderKLCosmos  # the import takes seconds: here, not in the first test
 AutoencoderKLWan = diffusers.AutoencoderKLWan
+AutoencoderKLCogVideoX = diffusers.AutoencoderKLCogVideoX
 
 
 def make_cosmos(draw: random.Random):
@@ -34,7 +35,7 @@ def make_cosmos(draw: random.Random):
         latents_mean=[0.1] * 3 * latent,
         latents_std=[0.5] * 3 * latent,
     )
-    return randomize(model, spread=0.3).eval(), spatial, temporal
+    return randomize(model, spread=0.3).eval(), spatial, 1 + temporal * draw.randint(0, 2)
 
 
 def make_wan(draw: random.Random):
@@ -60,7 +61,35 @@ def make_wan(draw: random.Random):
         scale_factor_spatial=(patch or 1) * 2 ** len(time),
     )
     # diffusers encodes four frames at a time, whatever the temporal factor is.
-    return randomize(model, spread=0.3).eval(), (patch or 1) * 2 ** len(time), 4
+    return randomize(model, spread=0.3).eval(), (patch or 1) * 2 ** len(time), 1 + 4 * draw.randint(0, 2)
+
+
+def make_cogvideox(draw: random.Random):
+    levels, channels = draw.randint(2, 3), draw.choice((1, 3))
+    has_quant = draw.random() < 0.3  # the convolutions of diffusers have as many channels as the pixels
+    latent = channels if has_quant else draw.randint(1, 4)
+    model = AutoencoderKLCogVideoX(
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=["CogVideoXDownBlock3D"] * levels,
+        up_block_types=["CogVideoXUpBlock3D"] * levels,
+        block_out_channels=[draw.choice((4, 8, 12)) for _ in range(levels)],
+        latent_channels=latent,
+        layers_per_block=draw.randint(1, 2),
+        norm_eps=draw.choice((1e-6, 1e-5)),
+        norm_num_groups=draw.choice((1, 2, 4)),
+        temporal_compression_ratio=2 ** draw.randint(0, levels - 1),
+        sample_height=48,
+        sample_width=72,
+        scaling_factor=0.7,
+        latents_mean=[0.1] * latent,
+        latents_std=[0.5] * latent,
+        use_quant_conv=has_quant,
+        use_post_quant_conv=has_quant,
+        invert_scale_latents=draw.random() < 0.5,
+    )
+    frames = draw.choice((1, 2, 3, 4, 6, 8, 9, 13, 16, 17, 21))
+    return randomize(model, spread=0.3).eval(), 2 ** (levels - 1), frames
 
 
 def settings_of(model) -> dict:
@@ -70,22 +99,23 @@ def settings_of(model) -> dict:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("make", [make_cosmos, make_wan])
+@pytest.mark.parametrize("make", [make_cosmos, make_wan, make_cogvideox])
 def test_agrees_with_diffusers(make, seed, tmp_path):
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    theirs, spatial, temporal = make(draw)
+    theirs, spatial, frames = make(draw)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = from_hf(tmp_path / "theirs").eval()
     assert isinstance(ours, CausalVideoCodec)
-    frames = 1 + temporal * draw.randint(0, 2)
-    video = torch.rand(2, frames, 3, spatial * draw.randint(1, 3), spatial * draw.randint(1, 2)) * 2 - 1
+    channels = ours.config.net.channels
+    video = torch.rand(2, frames, channels, spatial * draw.randint(1, 3), spatial * draw.randint(1, 2)) * 2 - 1
     inputs = [video.clone().requires_grad_(), video.transpose(1, 2).clone().requires_grad_()]
     latents = theirs.encode(inputs[1]).latent_dist.mode()
     codes = ours.encode(inputs[0]).codes
     assert relative(codes, latents.permute(0, 2, 3, 4, 1)) < 1e-4
     pixels, expected = ours.decode(codes), theirs.decode(latents).sample
-    assert pixels.shape == video.shape
+    assert codes.shape[1] == ours.count_latent_frames(frames)
+    assert pixels.shape[1] == ours.count_frames(codes.shape[1])
     if make is make_wan:  # diffusers clamps
         pixels = pixels.clamp(-1, 1)
     assert relative(pixels, expected.transpose(1, 2)) < 1e-4
@@ -114,6 +144,7 @@ def test_agrees_with_diffusers(make, seed, tmp_path):
     [
         (AutoencoderKLCosmos, {}),
         (AutoencoderKLWan, {}),
+        (AutoencoderKLCogVideoX, {}),
         (
             AutoencoderKLWan,
             {
@@ -132,7 +163,7 @@ def test_agrees_with_diffusers(make, seed, tmp_path):
     ],
 )
 def test_published_shapes_have_the_same_parameters(kind, settings):
-    """CV 8×8×8, Wan 2.1 and Wan 2.2."""
+    """CV 8×8×8, Wan 2.1, CogVideoX and Wan 2.2."""
     family = FAMILIES[kind.__name__]
     with torch.device("meta"):
         theirs = kind(**settings)
@@ -147,7 +178,9 @@ def test_native_format(tmp_path):
     ours = from_hf(tmp_path / "theirs").eval()
     save(ours, tmp_path / "native")
     video = torch.rand(1, 1, 3, spatial, spatial)
-    assert torch.equal(load(tmp_path / "native").eval().encode(video).codes, ours.encode(video).codes)
+    again = load(tmp_path / "native").eval()
+    assert again.config == ours.config
+    torch.testing.assert_close(again.encode(video).codes, ours.encode(video).codes)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +193,12 @@ def test_native_format(tmp_path):
         ("AutoencoderKLWan", {"attn_scales": [0.5]}, "attn_scales"),
         ("AutoencoderKLWan", {"scale_factor_temporal": 8}, "contradict the levels"),
         ("AutoencoderKLWan", {"patch_size": 2}, "in_channels 3"),
+        ("AutoencoderKLCogVideoX", {"block_out_channels": [64, 64]}, "do not fit 2 block_out_channels"),
+        ("AutoencoderKLCogVideoX", {"up_block_types": ["UpBlock"] * 4}, "UpBlock"),
+        ("AutoencoderKLCogVideoX", {"use_quant_conv": True}, "use_quant_conv True"),
+        ("AutoencoderKLCogVideoX", {"act_fn": "gelu"}, "act_fn gelu"),
+        ("AutoencoderKLCogVideoX", {"temporal_compression_ratio": 1.5}, "temporal_compression_ratio 1.5"),
+        ("AutoencoderKLCogVideoX", {"shift_factor": 0.5}, "shift_factor 0.5"),
     ],
 )
 def test_unsupported_configs_raise(family, changes, message):

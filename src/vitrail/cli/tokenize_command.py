@@ -79,10 +79,10 @@ def tokenize_files(
     fps
         Frame rate to which videos are resampled. Default: every frame is kept, with its own timestamp.
     segment_frames
-        Frames of a video that are coded independently of those before: 1 + k·n, where k is the temporal factor of the
-        codec. Seeking and resuming start at a segment. Default: about 121.
+        Frames of a video that are coded independently of those before: 1 + m·n, where m is the temporal factor of the
+        codec, and 8 for CogVideoX. Seeking and resuming start at a segment. Default: about 121.
     chunk_frames
-        Frames of a video that are encoded at a time: a multiple of k. Fewer need less memory. Default: about 8.
+        Frames of a video that are encoded at a time: a multiple of m. Fewer need less memory. Default: about 8.
     """
     from vitrail.api import has_video_codec
 

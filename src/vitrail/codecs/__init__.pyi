@@ -6,6 +6,7 @@ from vitrail.codecs.codec import Codec as Codec
 from vitrail.codecs.codec import CodecConfig as CodecConfig
 from vitrail.codecs.codec_tower import CodecTower as CodecTower
 from vitrail.codecs.codec_tower import CodecTowerConfig as CodecTowerConfig
+from vitrail.codecs.cogvideox_autoencoder import CogVideoXAutoencoderConfig as CogVideoXAutoencoderConfig
 from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig as ConvAutoencoderConfig
 from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig as CosmosAutoencoderConfig
 from vitrail.codecs.discriminator import Discriminator as Discriminator

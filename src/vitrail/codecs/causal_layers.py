@@ -1,17 +1,65 @@
 """Causal layers of video codecs: an output frame depends on input frames up to its own.
 
-Activations are (B, T, H, W, C), so that spatial convolutions are 2-D convolutions of channels-last frames and temporal
-convolutions are matrix products. With a `StreamCache`, a video is processed chunk by chunk: each layer keeps the frames
-that its next call needs, and the chunks together equal the whole video.
+Activations are (B, T, H, W, C), so that all convolutions are 2-D convolutions in channels-last layout: of frames, or
+over time with the positions of a frame side by side. With a `StreamCache`, a video is processed chunk by chunk: each
+layer keeps the frames that its next call needs, and the chunks together equal the whole video.
 
 Shapes: B batch, T frames, H, W positions, C channels, K kernel size over time.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from vitrail.config import Config
+from vitrail.errors import ImageError
+
+FEW_CHANNELS = 16
+"""Channels below which a convolution wastes most of a matrix product."""
+
+
+class CausalAutoencoderConfig(Config):
+    """Base class of configs of networks that code the first frame alone, then every `temporal_factor` frames.
+
+    A video of 1 + k·n frames has 1 + n latent frames.
+    """
+
+    @property
+    def temporal_factor(self) -> int:
+        """Frames of one latent frame, but for the first."""
+        raise NotImplementedError
+
+    @property
+    def chunk_frames(self) -> int:
+        """Frames of which a chunk after the first must be a multiple."""
+        return self.temporal_factor
+
+    @property
+    def chunk_latent_frames(self) -> int:
+        """Latent frames of which a chunk after the first must be a multiple."""
+        return 1
+
+    def count_latent_frames(self, num_frames: int) -> int:
+        """Return the latent frames of a video. `num_frames` must be 1 + k·n."""
+        k = self.temporal_factor
+        if (num_frames - 1) % k:
+            n = max(0, round((num_frames - 1) / k))
+            raise ImageError(
+                f"a video of {num_frames} frames does not divide into 1 + {k}·n frames",
+                f"use {1 + k * n} or {1 + k * (n + 1)} frames: cut the video, or repeat its last frame",
+            )
+        return 1 + (num_frames - 1) // k
+
+    def count_frames(self, num_latent_frames: int) -> int:
+        """Return the frames that latent frames decode to."""
+        return 1 + self.temporal_factor * (num_latent_frames - 1)
+
+    def round_up_frames(self, num_frames: int) -> int:
+        """Return the smallest number of frames, at least `num_frames`, that is restored by decoding."""
+        return self.count_frames(1 + -(-(num_frames - 1) // self.temporal_factor))
 
 
 class StreamCache(dict[nn.Module, Any]):
@@ -59,13 +107,9 @@ class TemporalConv(nn.Module):
 
     def convolve(self, x: Tensor) -> Tensor:
         """Convolve frames that include those before the video."""
-        K = self.weight.shape[2]
-        length = (x.shape[1] - K) // self.stride + 1
-        taps = [x[:, k : k + (length - 1) * self.stride + 1 : self.stride] for k in range(K)]
-        y = F.linear(taps[0], self.weight[:, :, 0], self.bias)
-        for k in range(1, K):
-            y = y + F.linear(taps[k], self.weight[:, :, k])
-        return y
+        # One 2-D convolution of an image with T rows and H·W columns.
+        y = F.conv2d(x.flatten(2, 3).permute(0, 3, 1, 2), self.weight.unsqueeze(-1), self.bias, stride=(self.stride, 1))
+        return y.permute(0, 2, 3, 1).unflatten(2, x.shape[2:4])
 
 
 class CausalConv(nn.Module):
@@ -84,13 +128,28 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
-        x = prepend_frames(self, x, 2, cache, self.repeat_first)
-        B, T = x.shape[0], x.shape[1] - 2
-        taps = [x[:, k : k + T].flatten(0, 1).permute(0, 3, 1, 2) for k in range(3)]
-        y = F.conv2d(taps[0], self.weight[:, :, 0], self.bias, padding=1)
-        for k in (1, 2):
-            y = y + F.conv2d(taps[k], self.weight[:, :, k], padding=1)
-        return y.permute(0, 2, 3, 1).unflatten(0, (B, T))
+        return self.convolve(prepend_frames(self, x, 2, cache, self.repeat_first))
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """Convolve frames that include the two before the video, with 2-D convolutions of frames."""
+        T, (out_channels, in_channels) = x.shape[1] - 2, self.weight.shape[:2]
+        if in_channels <= FEW_CHANNELS:  # three frames are channels of one
+            joined = torch.cat([x[:, k : k + T] for k in range(3)], -1)
+            y = convolve_frames(joined, self.weight.transpose(1, 2).flatten(1, 2), self.bias)
+        elif out_channels <= FEW_CHANNELS:  # one convolution computes the parts of three frames
+            parts = convolve_frames(x, self.weight.permute(2, 0, 1, 3, 4).flatten(0, 1)).chunk(3, -1)
+            y = sum((part[:, k : k + T] for k, part in enumerate(parts)), start=self.bias)
+        else:
+            y = convolve_frames(x[:, :T], self.weight[:, :, 0], self.bias)
+            for k in (1, 2):
+                y += convolve_frames(x[:, k : k + T], self.weight[:, :, k])
+        return y
+
+
+def convolve_frames(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Convolve every frame of (B, T, H, W, C) with a 3 × 3 kernel."""
+    y = F.conv2d(x.flatten(0, 1).permute(0, 3, 1, 2), weight, bias, padding=1)
+    return y.permute(0, 2, 3, 1).unflatten(0, x.shape[:2])
 
 
 def prepend_frames(
@@ -109,12 +168,48 @@ def prepend_frames(
     return x
 
 
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalize groups of the channels of (B, …, C) over all positions, in the layout of x."""
+    scale, shift = compute_group_norm(x, groups, weight, bias, eps)
+    shape = (len(x), *(1,) * (x.ndim - 2), -1)
+    return torch.addcmul(shift.view(shape).to(x.dtype), x, scale.view(shape).to(x.dtype))
+
+
+def compute_group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute the scale and the shift (B, C) that normalize groups of the channels of (B, …, C).
+
+    Statistics are those of each channel, combined to those of a group. They are float32 for x of half precision.
+    """
+    flat, dtype = x.flatten(1, -2), torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == dtype:
+        variance, mean = torch.var_mean(flat, 1, correction=0)
+    else:  # without a float32 copy of x
+        mean = flat.mean(1, dtype=dtype)
+        variance = torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square() / flat.shape[1] - mean.square()
+    mean, variance = mean.unflatten(-1, (groups, -1)), variance.unflatten(-1, (groups, -1))  # (B, groups, C/groups)
+    center = mean.mean(-1, keepdim=True)
+    spread = (variance + (mean - center).square()).mean(-1, keepdim=True).clamp_min(0)
+    scale = (spread + eps).rsqrt() * weight.to(dtype).unflatten(-1, (groups, -1))
+    return scale.flatten(1), bias.to(dtype) - (center * scale).flatten(1)
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU, in place without gradients. x must not be used afterwards."""
+    return F.silu(x, inplace=not torch.is_grad_enabled())
+
+
+def repeat_positions(x: Tensor) -> Tensor:
+    """Repeat every position of (B, T, H, W, C) twice along height and width."""
+    B, T, H, W, C = x.shape
+    return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).reshape(B, T, 2 * H, 2 * W, C)
+
+
 class FrameNorm(nn.GroupNorm):
     """GroupNorm of each frame of (B, T, H, W, C)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input.flatten(0, 1).permute(0, 3, 1, 2))
-        return y.permute(0, 2, 3, 1).unflatten(0, input.shape[:2])
+        y = group_norm(input.flatten(0, 1), self.num_groups, self.weight, self.bias, self.eps)
+        return y.unflatten(0, input.shape[:2])
 
 
 class FactorizedConv(nn.Module):
@@ -187,29 +282,45 @@ class CausalSequence(nn.ModuleList):
 
 
 def patch_haar(video: Tensor, patch_size: int) -> Tensor:
-    """Transform (B, T, H, W, C) into Haar subbands (B, T/p, H/p, W/p, C·p³), scaled by 1/(2√2) a level.
+    """Transform (B, T, H, W, C) into Haar subbands (B, T/p, H/p, W/p, p³·C), scaled by 1/(2√2) a level.
 
     A level splits every channel into 8 subbands, low before high, over time, height and width.
     """
-    for _ in range(patch_size.bit_length() - 1):
-        x = video
-        bands = [x]
-        for axis in (1, 2, 3):
-            pairs = [band.unflatten(axis, (-1, 2)).unbind(axis + 1) for band in bands]
-            bands = [half for a, b in pairs for half in ((a + b) * 0.5, (a - b) * 0.5)]
-        video = torch.cat(bands, -1)
-    return video
+    B, T, H, W, C = video.shape
+    p = patch_size
+    x = video.reshape(B, T // p, p, H // p, p, W // p, p, C).permute(0, 1, 3, 5, 2, 4, 6, 7)
+    return F.linear(x.flatten(4), make_haar_matrix(p, C, video.device, video.dtype))
 
 
 def unpatch_haar(subbands: Tensor, patch_size: int) -> Tensor:
     """Invert `patch_haar`."""
-    for _ in range(patch_size.bit_length() - 1):
-        bands = list(subbands.chunk(8, -1))
-        for axis in (3, 2, 1):
-            pairs = zip(bands[::2], bands[1::2], strict=True)
-            bands = [torch.stack([a + b, a - b], axis + 1).flatten(axis, axis + 1) for a, b in pairs]
-        subbands = bands[0]
-    return subbands
+    p = patch_size
+    matrix = make_haar_matrix(p, subbands.shape[-1] // p**3, subbands.device, subbands.dtype)
+    x = F.linear(subbands, matrix.mT * p**3).unflatten(4, (p, p, p, -1))  # (B, t, h, w, p, p, p, C)
+    return x.permute(0, 1, 4, 2, 5, 3, 6, 7).flatten(5, 6).flatten(3, 4).flatten(1, 2)
+
+
+@torch.compiler.assume_constant_result
+def make_haar_matrix(patch_size: int, channels: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Build the matrix from the pixels of a patch (p, p, p, C) to its Haar subbands.
+
+    Its entries are ±1/p³, and its inverse is p³ times its transpose.
+    """
+    return _build_haar_matrix(patch_size, channels, device, dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _build_haar_matrix(patch_size: int, channels: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # the result is also used for training
+        p, size = patch_size, patch_size**3 * channels
+        x = torch.eye(size, device="cpu").view(size, p, p, p, channels)
+        for _ in range(p.bit_length() - 1):
+            bands = [x]
+            for axis in (1, 2, 3):
+                pairs = [band.unflatten(axis, (-1, 2)).unbind(axis + 1) for band in bands]
+                bands = [half for a, b in pairs for half in ((a + b) * 0.5, (a - b) * 0.5)]
+            x = torch.cat(bands, -1)
+        return x.flatten(1).mT.contiguous().to(device, dtype)
 
 
 def patch_pixels(video: Tensor, patch_size: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.codecs.causal_layers import (
+    CausalAutoencoderConfig,
     CausalSequence,
     FactorizedConv,
     FrameAttention,
@@ -24,14 +25,16 @@ from vitrail.codecs.causal_layers import (
     is_first_chunk,
     patch_haar,
     patch_pixels,
+    repeat_positions,
+    silu,
     unpatch_haar,
     unpatch_pixels,
 )
-from vitrail.config import Config, LayerCount, PositiveInt
+from vitrail.config import LayerCount, PositiveInt
 from vitrail.errors import ConfigError
 
 
-class CosmosAutoencoderConfig(Config, tag="cosmos", tag_field="kind"):
+class CosmosAutoencoderConfig(CausalAutoencoderConfig, tag="cosmos", tag_field="kind"):
     """Config of `CosmosEncoder` and `CosmosDecoder`.
 
     encoder_widths    channels after the first convolution, then of each level from the finest to the coarsest
@@ -139,8 +142,10 @@ class CosmosResNetBlock(nn.Module):
         self.shortcut = nn.Identity() if in_channels == out_channels else nn.Linear(in_channels, out_channels)
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x)), cache)
-        return self.conv2(F.silu(self.norm2(y)), cache) + self.shortcut(x)
+        y = self.conv1(silu(self.norm1(x)), cache)
+        y = self.conv2(silu(self.norm2(y)), cache)
+        y += self.shortcut(x)
+        return y
 
 
 class HybridDownsample(nn.Module):
@@ -179,7 +184,7 @@ class HybridUpsample(nn.Module):
             x = x.repeat_interleave(2, 1)[:, int(is_first) :]  # the first frame stays one frame
             x = self.time(x, cache) + x
         if self.space is not None:
-            x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+            x = repeat_positions(x)
             x = self.space(x) + x
         return self.out(x)
 
@@ -222,7 +227,7 @@ class CosmosEncoder(nn.Module):
             x = level(x, cache)
             if i < len(self.steps):
                 x = self.steps[i](x, cache)
-        return self.last(F.silu(self.norm(self.middle(x, cache))), cache)
+        return self.last(silu(self.norm(self.middle(x, cache))), cache)
 
 
 class CosmosDecoder(nn.Module):
@@ -248,6 +253,6 @@ class CosmosDecoder(nn.Module):
             x = level(x, cache)
             if i < len(self.steps):
                 x = self.steps[i](x, cache)
-        x = self.last(F.silu(self.norm(x)), cache)
+        x = self.last(silu(self.norm(x)), cache)
         video = (unpatch_haar if self.config.wavelets else unpatch_pixels)(x, self.config.patch_size)
         return video[:, self.config.patch_size - 1 :] if is_first else video

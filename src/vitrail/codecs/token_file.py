@@ -49,8 +49,9 @@ class VideoTokenSettings(Config):
     """How the videos of a token file are encoded.
 
     temporal_factor  frames of one latent frame, but for the first of a segment
-    segment_frames   frames that are coded independently of those before: 1 + k·n, with k the temporal factor
-    chunk_frames     frames that are encoded at a time
+    frame_multiple   frames m by which a video grows: segments have 1 + m·n frames; a multiple of temporal_factor
+    segment_frames   frames that are coded independently of those before
+    chunk_frames     frames that are encoded at a time: a multiple of m
     latent_dtype     dtype of continuous latents; None for ids
     latent_width     width of continuous latents; 0 for ids
     start, end       part of each source that is encoded, in seconds
@@ -58,6 +59,7 @@ class VideoTokenSettings(Config):
     """
 
     temporal_factor: PositiveInt
+    frame_multiple: PositiveInt
     segment_frames: PositiveInt
     chunk_frames: PositiveInt
     latent_dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -67,17 +69,20 @@ class VideoTokenSettings(Config):
     fps: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        k = self.temporal_factor
-        if (self.segment_frames - 1) % k:
-            n = max(1, round((self.segment_frames - 1) / k))
+        m = self.frame_multiple
+        if m % self.temporal_factor:
             raise ConfigError(
-                f"segments of {self.segment_frames} frames do not divide into 1 + {k}·n frames",
-                f"use segments of {1 + k * n} frames",
+                f"frame_multiple is {m}, temporal_factor is {self.temporal_factor}", "use a multiple of it"
             )
-        if self.chunk_frames % k:
+        if (self.segment_frames - 1) % m:
+            n = max(1, round((self.segment_frames - 1) / m))
             raise ConfigError(
-                f"chunks of {self.chunk_frames} frames do not divide into latent frames of {k}",
-                f"use a multiple of {k}",
+                f"segments of {self.segment_frames} frames do not divide into 1 + {m}·n frames",
+                f"use segments of {1 + m * n} frames",
+            )
+        if self.chunk_frames % m:
+            raise ConfigError(
+                f"chunks of {self.chunk_frames} frames do not divide into {m} frames", f"use a multiple of {m}"
             )
         if (self.latent_dtype is None) != (self.latent_width == 0):
             raise ConfigError(

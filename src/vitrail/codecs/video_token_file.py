@@ -93,9 +93,14 @@ def count_segment_frames(num_frames: int, number: int, settings: VideoTokenSetti
     return min(settings.segment_frames, num_frames - number * settings.segment_frames)
 
 
+def pad_frame_count(num_frames: int, settings: VideoTokenSettings) -> int:
+    """Count the frames of a segment with the repetitions of the last frame that complete it."""
+    return 1 + -(-(num_frames - 1) // settings.frame_multiple) * settings.frame_multiple
+
+
 def count_latent_frames(num_frames: int, settings: VideoTokenSettings) -> int:
-    """Count the latent frames of a segment; the last may be filled by repeating the last frame."""
-    return 1 + -(-(num_frames - 1) // settings.temporal_factor)
+    """Count the latent frames of a segment."""
+    return 1 + (pad_frame_count(num_frames, settings) - 1) // settings.temporal_factor
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------

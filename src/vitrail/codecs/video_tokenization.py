@@ -31,10 +31,10 @@ from vitrail.codecs.video_token_file import (
     VideoRecord,
     VideoTokenFile,
     VideoTokenFileWriter,
-    count_latent_frames,
     count_segment_frames,
     count_segments,
     find_interval,
+    pad_frame_count,
     pack_steps,
 )
 from vitrail.data.formats.media_folders import VIDEO_SUFFIXES
@@ -43,7 +43,7 @@ from vitrail.data.video_writer import VideoWriter, check_video_suffix
 from vitrail.errors import ConfigError, DataError, VitrailError
 
 AnyVideoCodec = CausalVideoCodec | VideoCodec
-SEGMENT_FRAMES = 121  # about: a segment has 1 + k·n frames
+SEGMENT_FRAMES = 121  # about: a segment has 1 + m·n frames
 CHUNK_FRAMES = 8
 
 
@@ -94,7 +94,7 @@ def build_video_header(
     channels = codec.config.channels if isinstance(codec, VideoCodec) else codec.config.net.channels
     if channels != 3:
         raise ConfigError(f"the codec encodes frames of {channels} channels", "use a codec of RGB frames")
-    k, is_discrete = codec.temporal_factor, bool(codec.vocab_sizes)
+    m, is_discrete = 1 if isinstance(codec, VideoCodec) else codec.config.net.chunk_frames, bool(codec.vocab_sizes)
     dtype = str(next(codec.encoder.parameters()).dtype).removeprefix("torch.")
     return TokenFileHeader(
         model=compute_codec_identity(codec),
@@ -104,9 +104,10 @@ def build_video_header(
         factor=codec.downsample_factor,
         fit=json.loads(json.dumps(resize.to_dict())),  # the same types as after reading the file
         video=VideoTokenSettings(
-            temporal_factor=k,
-            segment_frames=1 + -(-(SEGMENT_FRAMES - 1) // k) * k if segment_frames is None else segment_frames,
-            chunk_frames=-(-CHUNK_FRAMES // k) * k if chunk_frames is None else chunk_frames,
+            temporal_factor=codec.temporal_factor,
+            frame_multiple=m,
+            segment_frames=1 + -(-(SEGMENT_FRAMES - 1) // m) * m if segment_frames is None else segment_frames,
+            chunk_frames=-(-CHUNK_FRAMES // m) * m if chunk_frames is None else chunk_frames,
             latent_dtype=None if is_discrete else dtype,  # type: ignore[arg-type]  # the config checks it
             latent_width=0 if is_discrete else codec.quantizer.width,
             start=float(start),
@@ -133,8 +134,9 @@ def tokenize_videos(
     """Write the ids or latents of videos to a token file.
 
     resize          how frames are made divisible by the codec's factor; by default edges are padded
-    segment_frames  frames that are coded independently of those before: 1 + k·n; by default about 121
-    chunk_frames    frames that are encoded at a time: a multiple of k; by default about 8
+    segment_frames  frames that are coded independently of those before: 1 + m·n, where m is the temporal factor of the
+                    codec, and 8 for CogVideoX; by default about 121
+    chunk_frames    frames that are encoded at a time: a multiple of m; by default about 8
     start, end      part of each video, in seconds
     fps             frame rate to resample to; by default every frame is kept, with its timestamp
     progress        called with a video's name, its frames done since the last call, and all its frames
@@ -292,7 +294,7 @@ def select_frames(video: VideoFile, settings: VideoTokenSettings) -> tuple[np.nd
 
 def plan_chunks(num_frames: int, settings: VideoTokenSettings) -> list[tuple[int, int]]:
     """Split a segment into chunks, each given as its frames and the repetitions of the last frame behind them."""
-    total = 1 + settings.temporal_factor * (count_latent_frames(num_frames, settings) - 1)
+    total = pad_frame_count(num_frames, settings)
     ends = [*range(1 + settings.chunk_frames, total, settings.chunk_frames), total]
     return [
         (max(0, min(end, num_frames) - start), end - max(start, min(end, num_frames)))

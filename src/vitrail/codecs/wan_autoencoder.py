@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.codecs.causal_layers import (
+    CausalAutoencoderConfig,
     CausalConv,
     CausalSequence,
     ChannelNorm,
@@ -22,12 +23,14 @@ from vitrail.codecs.causal_layers import (
     TemporalConv,
     is_first_chunk,
     prepend_frames,
+    repeat_positions,
+    silu,
 )
-from vitrail.config import Config, LayerCount, PositiveInt
+from vitrail.config import LayerCount, PositiveInt
 from vitrail.errors import ConfigError
 
 
-class WanAutoencoderConfig(Config, tag="wan", tag_field="kind"):
+class WanAutoencoderConfig(CausalAutoencoderConfig, tag="wan", tag_field="kind"):
     """Config of `WanEncoder` and `WanDecoder`.
 
     width              channels of the encoder's first level
@@ -112,8 +115,10 @@ class WanResNetBlock(nn.Module):
         self.shortcut = nn.Identity() if in_channels == out_channels else nn.Linear(in_channels, out_channels)
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x)), cache)
-        return self.conv2(F.silu(self.norm2(y)), cache) + self.shortcut(x)
+        y = self.conv1(silu(self.norm1(x)), cache)
+        y = self.conv2(silu(self.norm2(y)), cache)
+        y += self.shortcut(x)
+        return y
 
 
 class WanDownsample(nn.Module):
@@ -159,7 +164,7 @@ class WanUpsample(nn.Module):
                 pairs = self.time.convolve(prepend_frames(self.time, later, 2, cache, repeat_first=False))
                 later = pairs.unflatten(-1, (2, -1)).movedim(-2, 2).flatten(1, 2)
             x = torch.cat([x[:, :1], later], 1) if is_first else later
-        return self.space(x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+        return self.space(repeat_positions(x))
 
 
 class PooledShortcut(nn.Module):
@@ -244,7 +249,7 @@ class WanEncoder(nn.Module):
         x = self.first(video, cache)
         for level in self.levels:
             x = level(x, cache)
-        return self.last(F.silu(self.norm(self.middle(x, cache))), cache)
+        return self.last(silu(self.norm(self.middle(x, cache))), cache)
 
 
 class WanDecoder(nn.Module):
@@ -269,7 +274,7 @@ class WanDecoder(nn.Module):
         x = self.middle(self.first(x, cache), cache)
         for level in self.levels:
             x = level(x, cache)
-        x, p = self.last(F.silu(self.norm(x)), cache), self.config.patch_size
+        x, p = self.last(silu(self.norm(x)), cache), self.config.patch_size
         if p == 1:
             return x
         x = x.unflatten(-1, (-1, p, p))  # (B, T, H, W, C, column, row)

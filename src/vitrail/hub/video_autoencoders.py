@@ -1,4 +1,4 @@
-"""Causal video codecs of diffusers, import and export: AutoencoderKLCosmos and AutoencoderKLWan."""
+"""Causal video codecs of diffusers, import and export: AutoencoderKLCosmos, -Wan and -CogVideoX."""
 
 import itertools
 from typing import Annotated, Any, TypeVar
@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from vitrail.codecs.causal_video_codec import CausalVideoCodec, CausalVideoCodecConfig
+from vitrail.codecs.cogvideox_autoencoder import CogVideoXAutoencoderConfig
 from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig
 from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig, KLConfig
 from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig
@@ -60,7 +61,32 @@ class _WanSchema(msgspec.Struct):
     scale_factor_spatial: int = 8
 
 
-SchemaT = TypeVar("SchemaT", _CosmosSchema, _WanSchema)
+class _CogVideoXSchema(msgspec.Struct):
+    """Schema of the config with the defaults of diffusers."""
+
+    in_channels: ChannelCount = 3
+    out_channels: ChannelCount = 3
+    down_block_types: tuple[str, ...] = ("CogVideoXDownBlock3D",) * 4
+    up_block_types: tuple[str, ...] = ("CogVideoXUpBlock3D",) * 4
+    block_out_channels: LevelWidths = (128, 256, 256, 512)
+    latent_channels: ChannelCount = 16
+    layers_per_block: Annotated[int, Meta(ge=1, le=1000)] = 3
+    act_fn: str = "silu"
+    norm_eps: float = 1e-6
+    norm_num_groups: ChannelCount = 32
+    temporal_compression_ratio: float = 4
+    sample_height: ChannelCount = 480
+    sample_width: ChannelCount = 720
+    scaling_factor: float = 1.15258426
+    shift_factor: float | None = None
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+    use_quant_conv: bool = False
+    use_post_quant_conv: bool = False
+    invert_scale_latents: bool = False
+
+
+SchemaT = TypeVar("SchemaT", _CosmosSchema, _WanSchema, _CogVideoXSchema)
 
 
 def _parse_config(hf_config: HFConfig, kind: type[SchemaT]) -> SchemaT:
@@ -192,6 +218,85 @@ def _write_wan(config: CausalVideoCodecConfig) -> HFConfig:
         "patch_size": net.patch_size if net.patch_size > 1 else None,
         "scale_factor_temporal": net.temporal_factor,
         "scale_factor_spatial": net.spatial_factor,
+    }
+
+
+def _read_cogvideox(hf_config: HFConfig) -> CausalVideoCodecConfig:
+    settings = _parse_config(hf_config, _CogVideoXSchema)
+    num_levels, ratio = len(settings.block_out_channels), settings.temporal_compression_ratio
+    types = {*settings.down_block_types, *settings.up_block_types}
+    if {len(settings.down_block_types), len(settings.up_block_types)} != {num_levels} or (
+        types != {"CogVideoXDownBlock3D", "CogVideoXUpBlock3D"}
+    ):
+        raise CheckpointError(
+            f"block types {sorted(types)} do not fit {num_levels} block_out_channels",
+            "give CogVideoXDownBlock3D and CogVideoXUpBlock3D, one of each for each level",
+        )
+    unsupported = {
+        "out_channels": settings.out_channels != settings.in_channels,
+        "act_fn": settings.act_fn not in ("silu", "swish"),
+        "temporal_compression_ratio": ratio != int(ratio),
+        "shift_factor": bool(settings.shift_factor),
+        # The convolutions have as many channels as the pixels.
+        "use_quant_conv": settings.use_quant_conv and settings.latent_channels != settings.out_channels,
+        "use_post_quant_conv": settings.use_post_quant_conv and settings.latent_channels != settings.out_channels,
+    }
+    for name, is_unsupported in unsupported.items():
+        if is_unsupported:
+            raise CheckpointError(
+                f"{name} {getattr(settings, name)} is not supported",
+                "use out_channels equal to in_channels, act_fn silu, an integer ratio, no shift_factor, and quant "
+                "convolutions only with as many latent channels as out_channels",
+            )
+    return CausalVideoCodecConfig(
+        net=CogVideoXAutoencoderConfig(
+            widths=settings.block_out_channels,
+            layers=settings.layers_per_block,
+            latent_channels=settings.latent_channels,
+            temporal_factor=int(ratio),
+            norm_groups=settings.norm_num_groups,
+            norm_eps=settings.norm_eps,
+            channels=settings.in_channels,
+            image_size=(settings.sample_height, settings.sample_width),
+        ),
+        quantizer=KLConfig(width=settings.latent_channels),
+        pre_quant="linear" if settings.use_quant_conv else "none",
+        post_quant="linear" if settings.use_post_quant_conv else "none",
+        latents_mean=settings.latents_mean or (),
+        latents_std=settings.latents_std or (),
+        scaling_factor=settings.scaling_factor,
+        invert_scale_latents=settings.invert_scale_latents,
+    )
+
+
+def _write_cogvideox(config: CausalVideoCodecConfig) -> HFConfig:
+    net, bridges = config.net, {config.pre_quant, config.post_quant}
+    if not isinstance(net, CogVideoXAutoencoderConfig) or not isinstance(config.quantizer, KLConfig):
+        raise CheckpointError("AutoencoderKLCogVideoX has a KL bottleneck between CogVideoX's networks")
+    if bridges != {"none"} and net.latent_channels != net.channels:
+        raise CheckpointError("AutoencoderKLCogVideoX has projections only with as many latent channels as channels")
+    return {
+        "in_channels": net.channels,
+        "out_channels": net.channels,
+        "down_block_types": ["CogVideoXDownBlock3D"] * len(net.widths),
+        "up_block_types": ["CogVideoXUpBlock3D"] * len(net.widths),
+        "block_out_channels": list(net.widths),
+        "latent_channels": net.latent_channels,
+        "layers_per_block": net.layers,
+        "act_fn": "silu",
+        "norm_eps": net.norm_eps,
+        "norm_num_groups": net.norm_groups,
+        "temporal_compression_ratio": net.temporal_factor,
+        "sample_height": net.image_size[0],
+        "sample_width": net.image_size[1],
+        "scaling_factor": config.scaling_factor,
+        "shift_factor": None,
+        "latents_mean": list(config.latents_mean) or None,
+        "latents_std": list(config.latents_std) or None,
+        "force_upcast": True,
+        "use_quant_conv": config.pre_quant == "linear",
+        "use_post_quant_conv": config.post_quant == "linear",
+        "invert_scale_latents": config.invert_scale_latents,
     }
 
 
@@ -361,7 +466,57 @@ def _build_wan_attention(width: int) -> list[TensorRule]:
     ]
 
 
-AUTOENCODER_COSMOS, AUTOENCODER_WAN = (
+def _build_cogvideox_rules(config: CausalVideoCodecConfig) -> list[TensorRule]:
+    net = config.net
+    assert isinstance(net, CogVideoXAutoencoderConfig)
+    rules = []
+    for native, hf, kind, width in (
+        ("pre_quant_proj", "quant_conv", config.pre_quant, 2 * net.latent_channels),
+        ("post_quant_proj", "post_quant_conv", config.post_quant, net.latent_channels),
+    ):
+        rules += _build_pointwise(native, hf, width, width) if kind == "linear" else []
+    for side, widths, layers in (
+        ("encoder", net.widths, net.layers),
+        ("decoder", net.widths[::-1], net.layers + 1),
+    ):
+        latent, kind = (net.latent_channels, "up") if side == "decoder" else (0, "down")
+        middle = widths[0] if latent else widths[-1]
+        own = [*rename_layer("first", "conv_in.conv"), *rename_layer("last", "conv_out.conv")]
+        own += _build_cogvideox_norm("norm", "norm_out", widths[-1], latent)
+        for j in range(2):
+            block = _build_cogvideox_resnet(middle, middle, latent)
+            own += add_prefix(f"middle.blocks.{j}.", f"mid_block.resnets.{j}.", block)
+        for i, (before, after) in enumerate(itertools.pairwise((widths[0], *widths))):
+            for j in range(layers):
+                block = _build_cogvideox_resnet(after if j else before, after, latent)
+                own += add_prefix(f"levels.{i}.blocks.{j}.", f"{kind}_blocks.{i}.resnets.{j}.", block)
+            if i < len(widths) - 1:
+                own += rename_layer(f"levels.{i}.step.space", f"{kind}_blocks.{i}.{kind}samplers.0.conv")
+        rules += add_prefix(f"{side}.", f"{side}.", own)
+    return rules
+
+
+def _build_cogvideox_norm(native: str, hf: str, width: int, latent: int) -> list[TensorRule]:
+    """Build the rules of a norm, which the latents modulate if `latent` is not 0."""
+    if not latent:
+        return rename_layer(native, hf)
+    names = [f"{hf}.conv_y.conv", f"{hf}.conv_b.conv"]
+    return [
+        *rename_layer(native, f"{hf}.norm_layer"),
+        _fuse_kernels(f"{native}.modulation.weight", [f"{name}.weight" for name in names], (width, latent, 1, 1, 1)),
+        fuse(f"{native}.modulation.bias", [f"{name}.bias" for name in names], [width] * 2),
+    ]
+
+
+def _build_cogvideox_resnet(in_channels: int, out_channels: int, latent: int) -> list[TensorRule]:
+    rules = _build_cogvideox_norm("norm1", "norm1", in_channels, latent)
+    rules += _build_cogvideox_norm("norm2", "norm2", out_channels, latent)
+    rules += [*rename_layer("conv1", "conv1.conv"), *rename_layer("conv2", "conv2.conv")]
+    has_shortcut = in_channels != out_channels
+    return rules + (_build_pointwise("shortcut", "conv_shortcut", in_channels, out_channels) if has_shortcut else [])
+
+
+AUTOENCODER_COSMOS, AUTOENCODER_WAN, AUTOENCODER_COGVIDEOX = (
     CheckpointFamily(
         name,
         CausalVideoCodec,
@@ -375,7 +530,9 @@ AUTOENCODER_COSMOS, AUTOENCODER_WAN = (
     for name, read, write, rules in [
         ("AutoencoderKLCosmos", _read_cosmos, _write_cosmos, _build_cosmos_rules),
         ("AutoencoderKLWan", _read_wan, _write_wan, _build_wan_rules),
+        ("AutoencoderKLCogVideoX", _read_cogvideox, _write_cogvideox, _build_cogvideox_rules),
     ]
 )
 FAMILIES.register("AutoencoderKLCosmos", AUTOENCODER_COSMOS)
 FAMILIES.register("AutoencoderKLWan", AUTOENCODER_WAN)
+FAMILIES.register("AutoencoderKLCogVideoX", AUTOENCODER_COGVIDEOX)

@@ -16,6 +16,7 @@ from helpers import randomize
 from vitrail.codecs import (
     CausalVideoCodec,
     CausalVideoCodecConfig,
+    CogVideoXAutoencoderConfig,
     CosmosAutoencoderConfig,
     VideoCodec,
     VideoCodecConfig,
@@ -46,10 +47,15 @@ WIDE = COSMOS | {"spatial_factor": 8, "encoder_widths": (4, 4, 8), "decoder_widt
 WAN = {"width": 4, "multipliers": (1, 2, 2), "layers": 1, "latent_channels": 4, "temporal_steps": (True, True)}
 
 
+COGVIDEOX = {"widths": (4, 4, 8), "layers": 1, "latent_channels": 4, "temporal_factor": 4, "norm_groups": 2}
+NETS = {"multipliers": WanAutoencoderConfig, "norm_groups": CogVideoXAutoencoderConfig}
+
+
 def make_codec(net: dict, discrete: bool = True, seed: int = 0) -> CausalVideoCodec:
     torch.manual_seed(seed)
+    config_class = next((NETS[key] for key in NETS if key in net), CosmosAutoencoderConfig)
     config = CausalVideoCodecConfig(
-        net=WanAutoencoderConfig(**net) if "multipliers" in net else CosmosAutoencoderConfig(**net),
+        net=config_class(**net),
         quantizer=FSQConfig(levels=(8, 8, 8, 5, 5, 5)) if discrete else IdentityQuantizerConfig(dim=4),
     )
     return randomize(CausalVideoCodec(config), seed, spread=0.3).eval()
@@ -116,7 +122,7 @@ def reference_tokens(codec, frames: np.ndarray, file: VideoTokenFile) -> torch.T
     tokens, size = [], file.settings.segment_frames
     for start in range(0, len(frames), size):
         part = list(frames[start : start + size])
-        while (len(part) - 1) % codec.temporal_factor:
+        while (len(part) - 1) % file.settings.frame_multiple:
             part.append(part[-1])
         pixels, cache, step = codec.to_pixels(torch.from_numpy(np.stack(part)))[None], codec.make_cache(), 0
         while step < len(part):
@@ -223,6 +229,23 @@ def test_codec_of_a_world_model(clip, tmp_path):
                 cache.encoder.commit()
         assert torch.equal(stored.read().tokens, torch.cat(expected))
         assert len(list(decode_frames(genie, stored))) == 30
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5, 9, 10, 14, 17, 18, 26, 30])
+def test_chunks_of_cogvideox(tmp_path, frames):
+    """It decodes 2 latent frames to 5 or 8 frames, so segments are filled to 1 + 8·n frames."""
+    codec = make_codec(COGVIDEOX, discrete=False)
+    path = write(tmp_path / "a.mp4", video(frames=frames))
+    with tokenize_videos(codec, find_videos([path]), tmp_path / "a.vt", segment_frames=17) as file:
+        assert (file.settings.frame_multiple, file.settings.chunk_frames) == (8, 8)
+        whole = file[0].read()
+        assert torch.equal(whole.tokens, reference_tokens(codec, reference_frames(path).transpose(0, 3, 1, 2), file))
+        decoded = list(decode_frames(codec, file[0]))
+        assert len(decoded) == frames
+        with torch.no_grad():  # the first segment, all at once
+            pixels = codec.decode(file[0].read_segment(0)[None])
+        once = codec.to_uint8(pixels[0]).permute(0, 2, 3, 1).numpy()[: min(frames, 17)]
+        assert np.abs(np.stack(decoded[:17]).astype(int) - once).max() <= 1
 
 
 # ---- parts and sizes --------------------------------------------------------------------------------------------

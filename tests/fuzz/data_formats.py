@@ -69,7 +69,12 @@ def prepare_video_token_files(folder: Path) -> list[Target]:
     for name, dtype in {"ids": None, "latents": "bfloat16"}.items():
         file = folder / f"{name}.vt"
         settings = VideoTokenSettings(
-            temporal_factor=4, frame_multiple=4, segment_frames=9, chunk_frames=4, latent_dtype=dtype, latent_width=2 if dtype else 0
+            temporal_factor=4,
+            frame_multiple=4,
+            segment_frames=9,
+            chunk_frames=4,
+            latent_dtype=dtype,
+            latent_width=2 if dtype else 0,
         )
         head = TokenFileHeader(
             model="a" * 64, name="codec", sizes=() if dtype else (64_000,), groups=False, factor=8, fit={"how": "pad"},

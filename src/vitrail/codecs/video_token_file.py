@@ -242,6 +242,8 @@ class TokenizedVideo:
         """Read the tokens of the latent frames that cover the frames from `start` until before `end`, in seconds."""
         frames = self.find_frames(start, end)
         first, stop = self._find_latent_frame(frames[0]), self._find_latent_frame(frames[-1]) + 1
+        if frames.stop == self.num_frames:  # CogVideoX may have a last latent frame of repeated frames only
+            stop = self.num_latent_frames
         segments = range(first // self._full, (stop - 1) // self._full + 1)
         tokens = torch.cat([self.read_segment(number) for number in segments])
         skipped = segments[0] * self._full

@@ -34,8 +34,8 @@ from vitrail.codecs.video_token_file import (
     count_segment_frames,
     count_segments,
     find_interval,
-    pad_frame_count,
     pack_steps,
+    pad_frame_count,
 )
 from vitrail.data.formats.media_folders import VIDEO_SUFFIXES
 from vitrail.data.video_file import VideoFile, open_video

@@ -11,11 +11,11 @@ import torch
 
 torch.set_num_threads(1)
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:  # a bare GPU machine has no dev extra
     pass
 else:
-    settings.register_profile("untimed", deadline=None)
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
 
 LIMIT = 5.0  # seconds of an unmarked test, without imports of the references

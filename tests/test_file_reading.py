@@ -96,6 +96,6 @@ def test_no_reader_waits_for_a_pipe_or_device(name, endless, tmp_path):
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(300)
     assert result, f"the reader of {name} hangs, or raises another error"
     assert result[0].problem

@@ -110,7 +110,7 @@ def _run(name: str, jobs: list, seed: int) -> Report:
                     raise AssertionError(f"{name}: the reader ended before the first file") from error
                 outcome = "hangs" if isinstance(error, TimeoutError) else "crash"
                 if outcome == "crash":
-                    process.join(5)  # its own exit code
+                    process.join(60)  # its own exit code
                 process.kill()
                 process.join()
                 report[outcome] += 1

@@ -83,7 +83,7 @@ ROW = st.tuples(
 
 
 @given(st.lists(ROW, min_size=1, max_size=7), st.integers(2, 4))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_batched_answers_match_single_answers(make, rows, batch):
     """Any batch composition gives each request its own answer."""
     (alone, requests), (together, again) = make(rows), make(rows, batch_size=batch)

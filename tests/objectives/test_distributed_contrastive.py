@@ -1,12 +1,13 @@
 """Distributed contrastive losses: two and three ranks against one process; losses, gradients and DDP training."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from training.ranks import TIMEOUT, open_store
 
 pytestmark = pytest.mark.slow
 
@@ -89,15 +90,14 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_equal_one_process(ranks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = open_store()
     common = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(ranks),
     }
     processes = [
@@ -111,5 +111,5 @@ def test_ranks_equal_one_process(ranks):
         for rank in range(ranks)
     ]
     for process in processes:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=TIMEOUT)
         assert "agreed" in out, err[-2000:]

@@ -428,7 +428,7 @@ def test_hostile_templates_are_stopped(source):
 )
 def test_endless_templates_end(source, monkeypatch):
     monkeypatch.setattr(template_sandbox, "MAX_STEPS", 20_000)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(TextError, match=r"steps|Recursion"):
         ChatTemplate(source).render([user("a")])
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3

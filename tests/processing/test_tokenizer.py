@@ -350,10 +350,10 @@ def test_what_cannot_be_spelled_is_refused():
 def test_many_special_tokens_cost_no_more_each():
     """A stranger must not be able to stall an encoding by repeating one."""
     text = "<|im_end|>" * 20_000
-    start = time.monotonic()
+    start = time.process_time()
     spans = [(at, at + 1) for at in BPE.find_special_tokens(text)]
     assert BPE.decode(BPE.encode(text, literal=spans)) == text
-    assert time.monotonic() - start < 4
+    assert time.process_time() - start < 4
 
 
 def test_spelled_finds_whole_and_cut_special_tokens():

@@ -17,7 +17,7 @@ def shell(folder, name, command, *after):
     return ProcessJob(name, ("sh", "-c", command), folder / "logs" / f"{name}.log", after)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     edges=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6),
     bad=st.sets(st.integers(0, 5), max_size=2),
@@ -49,7 +49,9 @@ def test_jobs_wait_for_their_dependencies(tmp_path, edges, bad, at_once):
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 def test_number_of_parallel_jobs(tmp_path, at_once):
     events = tmp_path / "events"
-    command = f"echo + >> {events}; sleep 0.3; echo - >> {events}"  # long enough to overlap
+    events.touch()
+    wait = f"until [ $(grep -c + {events}) -ge {at_once} ]; do sleep 0.02; done"  # for the jobs that run beside it
+    command = f"echo + >> {events}; {wait}; echo - >> {events}"
     assert not run_jobs([shell(tmp_path, str(n), command) for n in range(4)], at_once, "test")
     running = list(accumulate(1 if line == "+" else -1 for line in events.read_text().split()))
     assert max(running) == at_once and running[-1] == 0
@@ -57,7 +59,8 @@ def test_number_of_parallel_jobs(tmp_path, at_once):
 
 def test_waiting_job_does_not_block_others(tmp_path):
     events = tmp_path / "events"
-    slow = shell(tmp_path, "slow", f"sleep 0.4; echo slow >> {events}")
+    events.touch()
+    slow = shell(tmp_path, "slow", f"until grep -q free {events}; do sleep 0.02; done; echo slow >> {events}")
     late = shell(tmp_path, "late", f"echo late >> {events}", "slow")
     free = shell(tmp_path, "free", f"echo free >> {events}")
     assert not run_jobs([slow, late, free], 2, "test")
@@ -93,5 +96,5 @@ def test_queue_runs_in_a_thread(tmp_path):
         target=lambda: found.append(run_jobs([shell(tmp_path, "one", "exit 1")], 1, "test")), daemon=True
     )
     thread.start()
-    thread.join(10)
+    thread.join(300)
     assert list(found[0]) == ["one"]

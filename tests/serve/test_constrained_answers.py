@@ -173,7 +173,7 @@ def test_schemas_through_the_server():
     body = {**CHAT, "max_tokens": 200, "response_format": answer_format}
     with (
         open_server(ServedModel("tiny", text_pipeline(context=512))) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=300) as client,
     ):
         for more in ({}, {"temperature": 1.0, "seed": 4, "n": 3}):
             complete = read_complete(client, {**body, **more})
@@ -240,7 +240,7 @@ def test_compilation_has_limits(monkeypatch, function, match):
 def test_tool_calls_are_complete_and_fit_their_schema(template):
     body = {**CHAT, "max_tokens": 600, "tools": [WEATHER, CLOCK], "temperature": 1.0, "seed": 3}
     named = {"type": "function", "function": {"name": "get_weather"}}
-    with open_server(tool_model(template)) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with open_server(tool_model(template)) as url, httpx.Client(base_url=url, timeout=300) as client:
         for choice in ("required", named):
             asked = {**body, "tool_choice": choice, "n": 4, "parallel_tool_calls": False}
             complete = read_complete(client, asked)

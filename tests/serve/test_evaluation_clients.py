@@ -101,7 +101,7 @@ def build_vlmevalkit_body(row: dict) -> dict:
 @pytest.mark.parametrize(("build", "key"), [(build_lmms_eval_body, "text_first"), (build_vlmevalkit_body, "answer")])
 def test_requests_of_the_frameworks_get_the_answers_of_the_pipeline(question_file, build, key):
     _, rows = question_file
-    with open_server("mini-vlm") as url, httpx.Client(base_url=url, timeout=60) as client:
+    with open_server("mini-vlm") as url, httpx.Client(base_url=url, timeout=300) as client:
         answers = [client.post("/chat/completions", json=build(row)).json() for row in rows]
         found = [
             one["choices"][0]["message"]["content"].strip() == row[key] for one, row in zip(answers, rows, strict=True)
@@ -121,7 +121,7 @@ def test_lmms_eval_evaluates_a_benchmark_file(question_file, tmp_path):
         command += ["--model_args", f"model_version=mini-vlm,base_url={url},api_key=none,max_retries=1"]
         command += ["--include_path", str(folder), "--batch_size", "1", "--output_path", str(tmp_path)]
         environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = tmp_path.rglob("*_results.json")
     scores = json.loads(file.read_text())["results"]["vitrail_questions"]

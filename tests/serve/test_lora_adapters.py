@@ -91,7 +91,7 @@ def test_the_server_selects_adapters_by_model_name(folders):
     base, adapter, merged = folders
     model = ServedModel("base", load(base), adapters={"pirate": adapter})
     asked = {"prompt": "USER: what is this?", "max_tokens": 12}
-    with open_server(model) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with open_server(model) as url, httpx.Client(base_url=url, timeout=300) as client:
         assert [one["id"] for one in client.get("/models").json()["data"]] == ["base", "pirate"]
         for name, folder in (("base", base), ("pirate", merged)):
             answer = client.post("/completions", json={"model": name, **asked}).json()

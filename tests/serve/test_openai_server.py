@@ -49,7 +49,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "how many?"}]}
 def tiny():
     with (
         open_server(ServedModel("tiny", text_pipeline())) as url,
-        httpx.Client(base_url=url[:-3], timeout=60) as client,
+        httpx.Client(base_url=url[:-3], timeout=300) as client,
     ):
         yield client
 
@@ -147,7 +147,7 @@ def test_information_routes(tiny):
 @pytest.mark.slow
 def test_unified_models_answer_draw_and_edit():
     pipeline, name = load("mini"), "mini"
-    with open_server("mini") as url, httpx.Client(base_url=url, timeout=120) as client:
+    with open_server("mini") as url, httpx.Client(base_url=url, timeout=600) as client:
         answer = client.post("/chat/completions", json={"model": name, "messages": image_message(BLUE)}).json()
         assert answer["choices"][0]["message"]["content"] == pipeline.ask(BLUE, "what is this?").strip()
         drawn = client.post("/images/generations", json={"model": name, "prompt": "a red dog", "seed": 3}).json()
@@ -174,7 +174,7 @@ def test_embeddings_equal_those_of_the_pipeline():
     model = randomize(ContrastiveModel(ContrastiveConfig(image=image, text=text, embed_dim=8)))
     pipeline = EmbeddingPipeline(model, ImagePreprocessor.default(image), lambda: tokenizer)
     inputs = ["a red cube", {"image_url": {"url": data_url(RED)}}, "a dog"]
-    with open_server(ServedModel("clip", pipeline)) as url, httpx.Client(base_url=url) as client:
+    with open_server(ServedModel("clip", pipeline)) as url, httpx.Client(base_url=url, timeout=300) as client:
         answer = client.post("/embeddings", json={"model": "clip", "input": inputs}).json()
         packed = client.post(
             "/embeddings", json={"model": "clip", "input": "a dog", "encoding_format": "base64"}
@@ -247,7 +247,7 @@ def test_other_requests_get_errors_of_the_api(tiny):
 def test_images_have_limits(tmp_path):
     folder = write_checkpoint("llava-hf/llava-1.5-7b-hf", tmp_path / "shrunk")
     model = ServedModel("tiny", load(folder), limits=MediaLimits(max_items=2, max_bytes=4000, max_pixels=100 * 100))
-    with open_server(model) as url, httpx.Client(base_url=url) as client:
+    with open_server(model) as url, httpx.Client(base_url=url, timeout=300) as client:
         noise = Image.effect_noise((80, 80), 90)
         for images, match in (
             ((RED,) * 3, "more than 2 images"),
@@ -337,7 +337,7 @@ def test_keys_hosts_and_body_sizes_are_checked():
     limits = ServerLimits(max_body_bytes=2000)
     with (
         open_server(model, api_keys=["secret", "other"], limits=limits) as url,
-        httpx.Client(base_url=url[:-3]) as client,
+        httpx.Client(base_url=url[:-3], timeout=300) as client,
     ):
         for given, status in ((None, 401), ("Bearer wrong", 401), ("Basic secret", 401), ("Bearer other", 200)):
             headers = {} if given is None else {"Authorization": given}
@@ -347,7 +347,10 @@ def test_keys_hosts_and_body_sizes_are_checked():
         assert client.post("/v1/completions", content=b"x" * 2001, headers=key).status_code == 413
         chunks = (b"x" * 500 for _ in range(10))
         assert client.post("/v1/completions", content=chunks, headers=key).status_code == 413
-    with open_server(ServedModel("tiny", text_pipeline())) as url, httpx.Client(base_url=url[:-3]) as client:
+    with (
+        open_server(ServedModel("tiny", text_pipeline())) as url,
+        httpx.Client(base_url=url[:-3], timeout=300) as client,
+    ):
         assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
         assert client.get("/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
 
@@ -371,7 +374,7 @@ def test_a_full_queue_gets_429():
 
 
 def wait_until(is_so) -> bool:
-    for _ in range(1000):
+    for _ in range(30_000):
         if is_so():
             return True
         time.sleep(0.01)
@@ -415,7 +418,7 @@ def test_a_disconnect_cancels_the_request():
     with open_server(model) as url:
         for stream in (True, False):
             asked = {**CHAT, "max_tokens": 15_000, "stream": stream, "temperature": 1.0, "seed": 1}
-            link = socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), timeout=10)
+            link = socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), timeout=300)
             body = json.dumps(asked).encode()
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             link.sendall(head.encode() + body)
@@ -431,20 +434,25 @@ def test_clients_that_send_nothing_are_disconnected(monkeypatch):
     with open_server(ServedModel("tiny", text_pipeline()), limits=limits) as url:
         address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
         for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"):
-            with socket.create_connection(address, timeout=10) as link:
+            with socket.create_connection(address, timeout=300) as link:
                 link.sendall(sent)
                 assert link.recv(100) == b""
-        with socket.create_connection(address, timeout=10) as link:
+        with socket.create_connection(address, timeout=300) as link:
             link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in link.recv(1000)
-        with httpx.Client(base_url=url[:-3]) as client:
+        monkeypatch.setattr(http_protocol.HeaderDeadlineProtocol, "request_seconds", 300)
+        with httpx.Client(base_url=url[:-3], timeout=300) as client:
             assert client.get("/health").status_code == 200
 
 
-def test_eight_clients_are_served_fairly():
+def test_eight_clients_are_served_fairly(monkeypatch):
     model = ServedModel("mini-vlm", load("mini-vlm"), EngineConfig(max_num_seqs=4))
     finished: list[str] = []
-    with open_server(model) as url, httpx.Client(base_url=url, timeout=120) as client:
+    engine, all_wait = model.engine, threading.Event()
+    assert engine is not None
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: all_wait.wait() and step())
+    with open_server(model) as url, httpx.Client(base_url=url, timeout=600) as client:
         asked = {"model": "mini-vlm", "messages": image_message(RED, text="how many dogs?"), "max_tokens": 8}
 
         def ask(user: str) -> None:
@@ -455,6 +463,8 @@ def test_eight_clients_are_served_fairly():
         others = [threading.Thread(target=ask, args=(str(number),)) for number in range(7)]
         for thread in [*flood, *others]:
             thread.start()
+        assert wait_until(lambda: engine.stats.num_waiting == 31)
+        all_wait.set()
         for thread in [*flood, *others]:
             thread.join()
     assert len(finished) == 31
@@ -470,7 +480,7 @@ def test_two_hundred_clients_lose_no_request():
 
     def ask(url: str, number: int) -> None:
         rng = random.Random(number)
-        with httpx.Client(base_url=url, timeout=120) as client:
+        with httpx.Client(base_url=url, timeout=600) as client:
             while time.monotonic() < stop:
                 asked = {**CHAT, "max_tokens": rng.randint(1, 20), "stream": rng.random() < 0.5, "user": str(number)}
                 statuses.append(client.post("/chat/completions", json=asked).status_code)

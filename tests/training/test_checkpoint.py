@@ -37,7 +37,7 @@ def share(x: torch.Tensor, axis: int | None, ranks: int, rank: int) -> Share | t
 
 def run_ranks(ranks: int, act) -> list:
     """Run act(rank) on all ranks in parallel; raise an error of any rank."""
-    here, barrier, objects = threading.local(), threading.Barrier(ranks, timeout=20), [None] * ranks
+    here, barrier, objects = threading.local(), threading.Barrier(ranks, timeout=300), [None] * ranks
 
     def gather(mine):
         objects[here.rank] = mine

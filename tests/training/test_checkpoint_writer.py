@@ -33,7 +33,7 @@ def test_tensor_files_equal_those_of_safetensors(tmp_path):
 def test_save_stores_the_state_of_its_step(tmp_path, monkeypatch):
     """The tensors change while the thread waits."""
     change, plain = threading.Event(), checkpoint._write_files
-    monkeypatch.setattr(checkpoint, "_write_files", lambda *given: change.wait(20) and plain(*given))
+    monkeypatch.setattr(checkpoint, "_write_files", lambda *given: change.wait(300) and plain(*given))
     state = {"w": torch.arange(6.0), "steps": torch.tensor(3)}
     with CheckpointWriter(tmp_path, CPU) as writer:
         writer.save(3, {"model": state}, {"step": 3})
@@ -49,7 +49,7 @@ def test_training_goes_on_during_a_save(tmp_path, monkeypatch):
     passed, plain, one_step = threading.Event(), checkpoint._publish, Trainer._train_step
 
     def publish(partial, final, state):
-        assert state["step"] != 3 or passed.wait(20), "training waits for the save"
+        assert state["step"] != 3 or passed.wait(300), "training waits for the save"
         return plain(partial, final, state)
 
     def step(self, *given):

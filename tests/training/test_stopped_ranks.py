@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def stop_in_step_4(folder: Path, how: str) -> None:
     """Rank 1 ends, stops or sleeps in step 4; the other must name it."""
-    os.environ[rank_monitor.SECONDS_VARIABLE] = "4"
+    os.environ[rank_monitor.SECONDS_VARIABLE] = "30"  # more than any step takes on a busy machine
     run = trainer(folder, stage(save_every=2))
     plain = run.loader.order.__class__.__getitem__
 
@@ -29,7 +29,7 @@ def stop_in_step_4(folder: Path, how: str) -> None:
         def read(self, index):
             if index >= 3 * 4:
                 if how == "sleeps":
-                    time.sleep(60)
+                    time.sleep(ranks.TIMEOUT)
                 os.kill(os.getpid(), signal.SIGKILL if how == "ends" else signal.SIGSTOP)
             return plain(self, index)
 
@@ -44,7 +44,7 @@ def stop_in_step_4(folder: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["ends", "stops", "sleeps"])
 def test_stopped_rank_is_named_with_its_step(tmp_path, how):
     processes = ranks.spawn(2, stop_in_step_4, tmp_path, how)
-    processes[0].join(90)
+    processes[0].join(ranks.TIMEOUT)
     assert processes[0].exitcode == 7
     for process in processes:
         process.kill()

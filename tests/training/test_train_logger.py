@@ -186,7 +186,7 @@ def test_wandb_without_account_runs_offline(tmp_path):
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         assert "is disabled" not in done.stderr, done.stderr

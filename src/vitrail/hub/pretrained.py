@@ -37,9 +37,10 @@ from vitrail.hub.safetensors_files import SafetensorsWeights, read_json, write_j
 from vitrail.hub.single_file import SingleFileWeights, read_single_file_tokenizer
 from vitrail.hub.stored_tensors import check_stored_tensors
 from vitrail.hub.tensor_rules import TensorRule, add_prefix
+from vitrail.hub.tiktoken_tokenizer import has_tiktoken_tokenizer, read_tiktoken_tokenizer
 from vitrail.nn import RotaryEmbedding
 from vitrail.nn.mlp import MoE
-from vitrail.nn.parameters import find_nonfinite
+from vitrail.nn.parameters import find_nonfinite, place_loaded_parameter
 from vitrail.processing.tokenizer import Tokenizer
 from vitrail.processing.tokenizer_files import read_tokenizer_files
 from vitrail.registry import FAMILIES, MODELS
@@ -106,6 +107,8 @@ def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device:
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint that `load` loads."""
     path = resolve_path(name_or_path)
+    if has_tiktoken_tokenizer(path):
+        return read_tiktoken_tokenizer(path)
     own_tokenizer = read_single_file_tokenizer(path) if path.is_file() else None
     if own_tokenizer is not None or not (path / NATIVE_CONFIG_FILE).is_file() or (path / TOKENIZER_FILE).is_file():
         return Tokenizer.load(path) if own_tokenizer is None else own_tokenizer
@@ -290,7 +293,8 @@ def _load_weights(
     """Load weights into a model on the meta device. Checks every name and shape."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     exact_tensors = _list_exact_tensors(model)
-    state = {}
+    parameters = {name for name, _ in model.named_parameters()}
+    state, bad = {}, []
     for name, tensor in tensors:
         if name not in wanted:
             raise CheckpointError(f"{source} contains tensor {name!r}, which this model does not have")
@@ -303,13 +307,17 @@ def _load_weights(
             tensor.dtype if dtype is None or not tensor.is_floating_point() or name in exact_tensors else dtype
         )
         state[name] = tensor.to(device, tensor_dtype)
+        if name in parameters:
+            bad += find_nonfinite({name: state[name]})
+            state[name] = place_loaded_parameter(state[name])
     missing = [name for name in wanted if name not in state]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
             f"{source} lacks tensor {missing[0]!r}{others}", "check that it is complete and of this version"
         )
-    if bad := find_nonfinite(state):
+    bad += find_nonfinite({name: tensor for name, tensor in state.items() if name not in parameters})
+    if bad:
         raise CheckpointError(
             f"tensor {bad[0]!r} of {source} contains NaN or infinite values"
             + (f", and {len(bad) - 1} more tensors do" if len(bad) > 1 else ""),

@@ -1,6 +1,7 @@
-"""Parameters outside layers, and checks of all parameters."""
+"""Parameters outside layers, the place of loaded parameters, and checks of all parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,24 @@ from torch import Tensor, nn
 def make_small_parameter(*shape: int) -> nn.Parameter:
     """Return a parameter with small random values: truncated normal, std 0.02."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(*shape), std=0.02))
+
+
+_placements: list[Callable[[Tensor], Tensor]] = []
+
+
+@contextmanager
+def place_loaded_parameters(place: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside this context, loaded models keep `place(tensor)`, such as a shard, instead of each parameter's tensor."""
+    _placements.append(place)
+    try:
+        yield
+    finally:
+        _placements.pop()
+
+
+def place_loaded_parameter(tensor: Tensor) -> Tensor:
+    """Return what a loaded model keeps of the tensor of a parameter."""
+    return _placements[-1](tensor) if _placements else tensor
 
 
 def count_parameter_bytes(*parts: nn.Module | nn.Parameter | None) -> int:

@@ -30,6 +30,7 @@ from vitrail.training import distributed
 from vitrail.training.loggers.metric_logger import select_loggers
 from vitrail.training.lora import merge_lora
 from vitrail.training.run_lock import check_run_lock, lock_run_folder
+from vitrail.training.sharded_init import init_in_shards
 from vitrail.training.trainer import Trainer
 
 
@@ -68,7 +69,7 @@ def train_recipe(
         tokenizer, sources, run = opened or _open_run(recipe, out)
         if recipe.lora is not None and recipe.lora.quantization is not None and distributed.get_world_size() > 1:
             raise ConfigError("lora.quantization does not support several ranks", "train in one process")
-        model = build_model(recipe, tokenizer, device)
+        model = _build_in_shards(recipe, tokenizer, device)
         recipe.check_stages(model)
         options: dict[str, Any] = {
             "seed": recipe.seed,
@@ -84,12 +85,20 @@ def train_recipe(
             )
             chat_tokenizer = getattr(task, "chat_tokenizer", chat_tokenizer)
             trainer = Trainer(stage, task, sources, out / stage.name, **options)
-            trainer.train()
-            if distributed.get_world_size() > 1:  # the next stage shards the weights again; rank 0 saves them
-                needs_model = stage is not stages[-1] or distributed.get_rank() == 0
-                full_model = build_model(recipe, tokenizer) if needs_model else None
-                distributed.gather_weights(model, full_model, trainer.optimizer.master_weights())
-                model = model if full_model is None else full_model
+            try:
+                trainer.train()
+            finally:
+                report_skipped(sources, out / stage.name)
+            if distributed.get_world_size() > 1:
+                masters = trainer.optimizer.master_weights()
+                if stage is not stages[-1]:  # the next stage shards the weights again
+                    next_model = _build_in_shards(recipe, tokenizer, device)
+                    distributed.copy_shards(model, next_model, masters)
+                    model = next_model
+                else:
+                    full_model = build_model(recipe, tokenizer) if distributed.get_rank() == 0 else None
+                    distributed.gather_weights(model, full_model, masters)
+                    model = model if full_model is None else full_model
         if distributed.get_rank() == 0:
             check_run_lock(out)
             if recipe.lora is not None:
@@ -100,6 +109,14 @@ def train_recipe(
     return model
 
 
+def _build_in_shards(recipe: Recipe, tokenizer: Tokenizer | None, device: str) -> Any:
+    """Build the model; with several ranks, only the shards of this rank, on the CPU. All ranks must call it."""
+    if distributed.get_world_size() == 1:
+        return build_model(recipe, tokenizer, device)
+    with init_in_shards() as complete:
+        return complete(build_model(recipe, tokenizer))
+
+
 def _open_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, dict[str, Any]]:
     """Return the tokenizer, the sources and the description of a run."""
     sources_without_text = open_sources(recipe)
@@ -107,6 +124,16 @@ def _open_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, d
     opened = sources_without_text | ({} if tokenizer is None else open_sources(recipe, tokenizer))
     sources = {name: opened[name] for name in recipe.sources}
     return tokenizer, sources, describe_run(recipe, sources)
+
+
+def report_skipped(sources: SourceMap, folder: Path) -> None:
+    """Write which samples this process and its data workers could not read, to stderr and to FOLDER/skipped.txt."""
+    reports = {name: source.report() for name, source in sources.items() if hasattr(source, "report")}
+    lines = [f"{name}: {report}" for name, report in reports.items() if report and (report.faults or report.num_cut)]
+    if lines:
+        sys.stderr.write("".join(f"{line.splitlines()[0]}\n" for line in lines))
+        rank = distributed.get_rank()
+        (folder / ("skipped.txt" if rank == 0 else f"skipped-{rank}.txt")).write_text("\n".join(lines) + "\n")
 
 
 def _prepare_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, dict[str, Any]]:

@@ -23,6 +23,7 @@ from vitrail.errors import TrainError
 from vitrail.nn import Block
 from vitrail.training.rank_monitor import enable_flight_recorder
 from vitrail.training.task import Batch, OptionalPartsTask, Task
+from vitrail.training.tensor_shards import replace_parameters
 
 T = TypeVar("T")
 PREPARATION_TIMEOUT = timedelta(hours=2)  # rank 0 may fetch data and train a tokenizer meanwhile
@@ -70,14 +71,40 @@ class TaskModule(nn.Module):
 
 
 def shard_module(module: TaskModule, device: torch.device) -> None:
-    """Shard the weights over the ranks with FSDP2, block by block."""
-    if get_world_size() > 1:
-        mesh = init_device_mesh(device.type, (get_world_size(),))
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # half-precision sums would lose small gradients
-        for child in module.modules():
-            if isinstance(child, Block):
-                fully_shard(child, mesh=mesh, mp_policy=policy)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    """Shard the weights over the ranks with FSDP2, block by block, and move them to the device.
+
+    Parameters that were built in shards never become whole: FSDP2 shards empty parameters, and gets the shards.
+    """
+    if get_world_size() == 1:
+        return
+    shards = {name: p.to_local().detach() for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    _replace_named_parameters(module, shards, lambda p, _: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+    mesh = init_device_mesh(device.type, (get_world_size(),))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # half-precision sums would lose small gradients
+    for child in module.modules():
+        if isinstance(child, Block):
+            fully_shard(child, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    _replace_named_parameters(module, shards, lambda p, shard: _fill_shard(p, shard.to(device)))
+
+
+def _replace_named_parameters(
+    module: nn.Module, values: Mapping[str, Tensor], make: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """Replace parameters by `make(parameter, value)`, also where they are shared."""
+    new = {
+        id(p): nn.Parameter(make(p, values[name]), p.requires_grad)
+        for name, p in module.named_parameters()
+        if name in values
+    }
+    replace_parameters(module, lambda p: new.get(id(p), p))
+
+
+def _fill_shard(parameter: DTensor, shard: Tensor) -> DTensor:
+    """Return a parameter that FSDP2 sharded, with the values of its shard."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def reshard(module: TaskModule) -> None:
@@ -174,6 +201,15 @@ def gather_weights(module: nn.Module, target: nn.Module | None, master_weights: 
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if target is not None:
             targets[name].copy_(whole)
+
+
+@torch.no_grad()
+def copy_shards(module: nn.Module, target: nn.Module, master_weights: Mapping[str, Tensor]) -> None:
+    """Copy the shards of a module into another one that was built in shards. Master weights replace their copies."""
+    targets = target.state_dict()
+    for name, tensor in (module.state_dict() | dict(master_weights)).items():
+        local, place = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, targets[name]))
+        place.copy_(local)
 
 
 def barrier() -> None:

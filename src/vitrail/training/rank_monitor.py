@@ -23,6 +23,7 @@ import torch.distributed as dist
 from vitrail.errors import ConfigError, TrainError
 
 SECONDS_VARIABLE, DEFAULT_SECONDS = "VITRAIL_RANK_SECONDS", 600.0
+SILENT_SECONDS = 5.0  # how long a rank that runs may publish nothing, on a busy machine
 EXIT_GRACE_SECONDS = 60.0  # for the flight recorder to write its files, after the report
 LOST_PEER = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "gloo", "nccl")
 PHASES = ("loading data", "exchanging batch counts", "forward and backward pass", "update", "validation and saving")
@@ -82,13 +83,16 @@ class RankMonitor:
 
     def find_stopped_rank(self) -> StoppedRank:
         """Return the rank that holds up the others. Takes a few seconds."""
-        before = self._read_all()
-        self._stopped.wait(2.5 * self.interval)
-        after = self._read_all()
-        if after[self.rank] is None:
-            return StoppedRank(0, "rank 0 ended: its store does not answer")
-        pairs = enumerate(zip(before, after, strict=True))
-        silent = [r for r, (old, new) in pairs if r != self.rank and (new is None or (old and old.count == new.count))]
+        before, end = self._read_all(), time.monotonic() + SILENT_SECONDS
+        while True:
+            self._stopped.wait(self.interval)
+            after = self._read_all()
+            if after[self.rank] is None:
+                return StoppedRank(0, "rank 0 ended: its store does not answer")
+            pairs = enumerate(zip(before, after, strict=True))
+            silent = [r for r, (old, new) in pairs if r != self.rank and (not new or (old and old.count == new.count))]
+            if not silent or time.monotonic() > end:
+                break
         if silent:  # every step has collectives, so it is in the step of this rank
             progress = after[silent[0]] or before[silent[0]]
             what = f"rank {silent[0]} ended, or is stopped, in step {self._place[0] + 1}"

@@ -3,11 +3,11 @@
 A box is a range of indices along every axis; the box of a scalar is empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 Box = tuple[range, ...]
@@ -36,6 +36,14 @@ def get_local_shard(tensor: Tensor, rank: int) -> TensorShard:
     return TensorShard(
         shape, box, numbers, all(isinstance(p, Shard) or w == 0 for p, w in zip(placements, coordinate, strict=True))
     )
+
+
+def replace_parameters(module: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace each parameter of a module, in place. Modules that share one must get the same new one."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = replace(parameter)
 
 
 def full_box(shape: Sequence[int]) -> Box:

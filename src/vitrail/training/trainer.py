@@ -71,16 +71,18 @@ class Trainer:
         self.loader = StepLoader(stage, task, sources, seed, pin_memory=self.device.type == "cuda")
         model, alone = task.model, distributed.get_world_size() == 1
         self._given_dtypes = {name: tensor.dtype for name, tensor in _list_tensors(model)}
+        # With several ranks, sharding moves the weights: a model that was built in shards stays on the CPU until then.
+        weight_device = self.device if alone else None
         set_trainable_parts(model, stage.trainable)
         # Originals of tensors that bfloat16 rounds, in host memory.
         self._unrounded: dict[str, Tensor] = {}
         if stage.dtype == "bfloat16":
             before = {name: t.cpu() for name, t in model.state_dict().items() if alone and _is_rounded(t)}
-            model.to(self.device, torch.bfloat16)
+            model.to(weight_device, torch.bfloat16)
             after = model.state_dict()
             self._unrounded = {name: t for name, t in before.items() if after[name].dtype == torch.bfloat16}
         else:
-            model.to(self.device, torch.float32)
+            model.to(weight_device, torch.float32)
         if stage.gradient_checkpointing:
             _enable_gradient_checkpointing(model)
         self.module = distributed.TaskModule(task)

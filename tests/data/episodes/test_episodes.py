@@ -166,11 +166,25 @@ def test_resumed_recording_writes_the_same_files(made, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.tar")} == before
 
 
+# The command line, which waits before it renames a third shard, to be killed.
+UNFINISHED = """
+import pathlib, runpy, time
+plain = pathlib.Path.replace
+def replace(self, target):
+    while target.suffix == ".tar" and len(list(target.parent.glob("*.tar"))) == 2:
+        time.sleep(1)
+    return plain(self, target)
+pathlib.Path.replace = replace
+runpy.run_module("vitrail", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_killed_recording_resumes(tmp_path):
     command = [sys.executable, "-m", "vitrail", "data", "make", "pocket", "-o"]
     options = ["--episodes", "220", "--steps", "20", "--side", "16", "--workers", "2"]
-    process = subprocess.Popen([*command, str(tmp_path / "killed"), *options], stderr=subprocess.DEVNULL)
+    unfinished = [sys.executable, "-c", UNFINISHED, *command[3:], str(tmp_path / "killed"), *options]
+    process = subprocess.Popen(unfinished, stderr=subprocess.DEVNULL)
     while not list((tmp_path / "killed").glob("*.tar")) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -279,7 +293,7 @@ class HangingSimulator(BlindSimulator):
 
     def step(self, action):
         self.started.set()
-        assert self.killed.wait(60)
+        assert self.killed.wait(600)
         raise DataError("killed")
 
     def kill(self):
@@ -291,7 +305,7 @@ def test_interrupted_recording_does_not_wait_for_a_hanging_simulator(monkeypatch
     monkeypatch.setattr(sys.modules[EpisodeRecorder.__module__], "open_simulator", lambda world, side: simulator)
     with pytest.raises(KeyboardInterrupt), EpisodeRecorder(POCKET.build_manifest(), 4, 1) as samples:
         future = samples.pool.submit(samples._record, 0)
-        assert simulator.started.wait(60)
+        assert simulator.started.wait(600)
         raise KeyboardInterrupt
     assert simulator.killed.is_set() and future.done()
 

@@ -32,7 +32,7 @@ def to_csv(graphs) -> str:
 
 
 @given(st.lists(graphs(4), min_size=1, max_size=4), st.text("ab, \"'\n(é", min_size=1, max_size=12))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=list(HealthCheck))
 def test_table_round_trips(tmp_path, question_lists, text):
     made = [QuestionGraph(f"p{n}", f"a {text}.", tuple(questions)) for n, questions in enumerate(question_lists)]
     (tmp_path / "dpg.csv").write_text(to_csv(made), encoding="utf-8", newline="")

@@ -153,7 +153,7 @@ from vitrail.data.sources.package_clients import CLIENTS
 def client(row, into):
     (into / "half").write_bytes(b"half")
     print("writing", flush=True)
-    import time; time.sleep(60)
+    import time; time.sleep(3600)
 
 SOURCES["made"] = SourceSpec("npm", "some-package", "1.2.3", "0" * 64, "MIT", 0.1, "made for a test")
 CLIENTS["npm"] = client
@@ -178,7 +178,7 @@ def test_two_at_once_fetch_once(client, folder, monkeypatch):
 
     def slow(row, into):
         entered.set()
-        go_on.wait(10)
+        go_on.wait(300)
         return client(row, into)
 
     monkeypatch.setitem(CLIENTS, "npm", slow)
@@ -186,16 +186,16 @@ def test_two_at_once_fetch_once(client, folder, monkeypatch):
     first = threading.Thread(target=fetch_source, args=("made",), kwargs={"log": quiet})
     second = threading.Thread(target=fetch_source, args=("made",), kwargs={"log": output.append})
     first.start()
-    assert entered.wait(10)
+    assert entered.wait(300)
     second.start()
-    for _ in range(1000):
+    for _ in range(30_000):
         if output:
             break
         time.sleep(0.01)
     assert "another process" in output[0] and str(folder) in output[0]
     go_on.set()
-    first.join(10)
-    second.join(10)
+    first.join(300)
+    second.join(300)
     assert client.calls == 1 and files(folder) == WHOLE and len(output) == 1
 
 

@@ -55,7 +55,7 @@ def address(arcade) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{link.getsockname()[1]}"
         running.should_exit = True
-        thread.join(10)
+        thread.join(300)
     arcade.close()
 
 

@@ -31,7 +31,7 @@ def test_folder_is_served_and_opened(tmp_path, monkeypatch, capsys):
 
         def run(self, sockets):
             there.set()
-            over.wait(5)
+            over.wait(300)
             with Page(client(self.arcade)) as page:
                 seen.append((page.hello, page.reset(page.hello["choices"][0])[0]))
             raise KeyboardInterrupt
@@ -39,7 +39,7 @@ def test_folder_is_served_and_opened(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(play_server, "build_server", Served)
 
     def browse(address):  # in the foreground: it is left only when the page has been served
-        assert there.wait(5)
+        assert there.wait(300)
         opened.append(address)
         over.set()
 
@@ -90,12 +90,12 @@ def test_interrupt_stops_the_server_with_a_player():
     command = [sys.executable, "-m", "vitrail", "play", "--world", "pocket", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address = process.stdout.readline().split()[0]
-        with connect(address.replace("http:", "ws:") + "play") as socket:
+        with connect(address.replace("http:", "ws:") + "play", open_timeout=300) as socket:
             socket.recv()
             socket.send('{"do": "reset", "start": "real"}')
             socket.recv()
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 0
+            assert process.wait(300) == 0
         assert process.stderr.read() == ""
 
 

@@ -36,7 +36,7 @@ def file_of(picture: Image.Image, kind: str = "PNG", **how) -> bytes:
 
 def soon(is_so) -> bool:
     """Whether it comes to be so, in the end."""
-    for _ in range(500):
+    for _ in range(30_000):
         if is_so():
             return True
         time.sleep(0.01)
@@ -368,20 +368,20 @@ def test_server_binds_loopback_and_stops():
         with pytest.raises(ConfigError, match=f"port {port}"):
             bind_loopback_socket(port)
         try:
-            assert httpx.get(f"http://127.0.0.1:{port}/").status_code == 200
+            assert httpx.get(f"http://127.0.0.1:{port}/", timeout=300).status_code == 200
             from websockets.sync.client import connect
 
-            with connect(f"ws://127.0.0.1:{port}/play") as socket:
+            with connect(f"ws://127.0.0.1:{port}/play", open_timeout=300) as socket:
                 assert json.loads(socket.recv())["title"] == "pocket"
                 socket.send('{"do": "reset", "start": "real", "seed": 1}')
                 frame, _ = protocol.unpack_frame(socket.recv())
                 assert frame.seed == 1
                 running.should_exit = True  # with a player there
-                thread.join(10)
+                thread.join(300)
                 assert not thread.is_alive()
         finally:
             running.should_exit = True
-            thread.join(10)
+            thread.join(300)
     arcade.close()
     assert soon(lambda: not arcade.sessions)
 

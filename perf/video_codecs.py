@@ -65,8 +65,8 @@ TINY_NETS = {
     "cosmos": CosmosAutoencoderConfig(
         encoder_widths=(8, 8, 16, 16), decoder_widths=(8, 8, 16, 16), layers=1, latent_channels=16
     ),
-    "cogvideox": CogVideoXAutoencoderConfig(widths=(8, 8, 8, 16), layers=1, norm_groups=4),
-    "wan": WanAutoencoderConfig(width=8, layers=1),
+    "cogvideox": CogVideoXAutoencoderConfig(widths=(24, 24, 24, 32), layers=1, norm_groups=4),
+    "wan": WanAutoencoderConfig(width=24, layers=1),
 }
 PARTS = ("compare", "convolutions", "ways", "long", "compile")
 MEASURED = (

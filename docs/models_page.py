@@ -8,12 +8,14 @@ config files of released models, `tests/hub/shrunk_checkpoints.py` the models th
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
+from hub.shrunk_checkpoints import DEFAULT_MODELS, find_family  # noqa: E402
 from hub.shrunk_checkpoints import MODELS as SHRUNK_MODELS  # noqa: E402
 from hub.test_released_configs import PARAMETERS, RELEASED  # noqa: E402
 from vitrail.backbones.decoder import Decoder  # noqa: E402
@@ -45,7 +47,7 @@ load too if their config has no unsupported key; an error names the key.
 | train | the [training](training.md) task; "as a part" for towers that other models start from |
 | LoRA | linear layers can be trained with low-rank adapters, which an export merges |
 | export | `vitrail export` writes the layout of transformers, or the named family |
-| vLLM | `make vllm` compares greedy tokens of an export with vLLM's |
+| vLLM | `make vllm` compares greedy tokens of an export with vLLM's; "–" if it serves none, or was not compared |
 """
 
 
@@ -98,8 +100,8 @@ def describe_training(family: CheckpointFamily, config: Any) -> str:
             get_fixed_view(config.resolved_policy)
         except VitrailError:
             return "–"  # no task takes canvases of tiles
-    if family.model_class in own:
-        return f"`{own[family.model_class]}`"
+    if tasks := [task for model, task in own.items() if issubclass(family.model_class, model)]:
+        return f"`{tasks[0]}`"
     for name in TASKS:
         types = TASKS[name].model_types
         if family.model_class in (types if isinstance(types, tuple) else (types,)):
@@ -127,7 +129,6 @@ def describe_family(name: str, kind: Kind) -> list[str]:
     """Return the cells of a family's row."""
     family, config = FAMILIES[name], find_example(name)
     training = describe_training(family, config)
-    served = {find_reader(RELEASED[name]["config.json"]) for name, row in SHRUNK_MODELS.items() if row.is_served}
     released = [f"{model} ({format_size(PARAMETERS[model])})" for model in list_released(name)]
     part = " (a part of the checkpoint)" if family.ignored_prefixes else ""
     defaults = "class defaults" if family.class_defaults or family.part_defaults else "–"
@@ -137,8 +138,33 @@ def describe_family(name: str, kind: Kind) -> list[str]:
     cells.append(training)
     if kind.command in ("ask", "write", "search"):
         cells.append("–" if training == "–" else "yes")
-    cells.append(describe_export(family, config))
-    return [*cells, "yes" if name in served else "–"] if kind.command in ("ask", "write") else cells
+    export = describe_export(family, config)
+    cells.append(export)
+    return [*cells, describe_serving(name, export)] if kind.command in ("ask", "write") else cells
+
+
+@cache
+def list_served() -> frozenset[str]:
+    """Return the families whose exports vLLM serves, and the families that these are exported as."""
+    names = {find_family(name) for name, row in (SHRUNK_MODELS | DEFAULT_MODELS).items() if row.is_served}
+    exports = {describe_export(FAMILIES[name], find_example(name)) for name in names}
+    return frozenset(names | {export.removeprefix("as ") for export in exports if export.startswith("as ")})
+
+
+def describe_serving(name: str, export: str) -> str:
+    """Return whether vLLM serves the exports of a family."""
+    if name in list_served():
+        return "yes"
+    return export if export.removeprefix("as ") in list_served() else "–"
+
+
+def list_refusals() -> Iterator[str]:
+    """Yield the lines about exports that vLLM does not serve."""
+    yield from ("", "## Exports that vLLM does not serve", "", "Messages of vLLM 0.32 for CPUs, or what differs.", "")
+    yield from ("| family | vLLM |", "|---|---|")
+    models = SHRUNK_MODELS | DEFAULT_MODELS
+    rows = {find_family(name): row.vllm_reason for name, row in models.items() if row.vllm_reason}
+    yield from (f"| `{name}` | {rows[name]} |" for name in sorted(rows))
 
 
 def build_section(kind: Kind, names: list[str]) -> Iterator[str]:
@@ -162,6 +188,7 @@ def build_page() -> str:
         names = [name for name in remaining if issubclass(FAMILIES[name].model_class, kind.model_classes)]
         remaining = [name for name in remaining if name not in names]
         lines += build_section(kind, names)
+    lines += list_refusals()
     return "\n".join(lines) + "\n"
 
 

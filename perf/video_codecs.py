@@ -48,7 +48,7 @@ from vitrail.codecs import (
     CosmosAutoencoderConfig,
     WanAutoencoderConfig,
 )
-from vitrail.codecs.causal_layers import CausalConv, convolve_frames
+from vitrail.codecs.causal_layers import FEW_CHANNELS, CausalConv, convolve_frames
 from vitrail.codecs.cosmos_autoencoder import CosmosResNetBlock
 from vitrail.codecs.presets import VIDEO_CODEC_PRESETS
 from vitrail.codecs.wan_autoencoder import WanResNetBlock
@@ -65,8 +65,8 @@ TINY_NETS = {
     "cosmos": CosmosAutoencoderConfig(
         encoder_widths=(8, 8, 16, 16), decoder_widths=(8, 8, 16, 16), layers=1, latent_channels=16
     ),
-    "cogvideox": CogVideoXAutoencoderConfig(widths=(8, 8, 8, 16), layers=1, norm_groups=4),
-    "wan": WanAutoencoderConfig(width=8, layers=1),
+    "cogvideox": CogVideoXAutoencoderConfig(widths=(24, 24, 24, 32), layers=1, norm_groups=4),
+    "wan": WanAutoencoderConfig(width=24, layers=1),
 }
 PARTS = ("compare", "convolutions", "ways", "long", "compile")
 MEASURED = (
@@ -92,7 +92,7 @@ def count_weight_gib(model: torch.nn.Module) -> float:
 
 
 def convolve_added(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add three convolutions."""
+    """Add three convolutions, as the layer does."""
     T = x.shape[1] - 2
     y = convolve_frames(x[:, :T], weight[:, :, 0], bias)
     for k in (1, 2):
@@ -167,12 +167,14 @@ def compare_convolutions() -> dict[str, Any]:
 
 @contextmanager
 def use_way(name: str) -> Iterator[None]:
-    """Compute the causal convolutions of many channels in this way."""
+    """Compute the causal convolutions of many channels in this way, with the frames before joined to the others."""
     original = CausalConv.convolve
 
-    def convolve(self: CausalConv, x: Tensor) -> Tensor:
-        is_wide = min(self.weight.shape[:2]) > 16
-        return WAYS[name](x, self.weight, self.bias) if is_wide else original(self, x)
+    def convolve(self: CausalConv, x: Tensor, before: Tensor | None) -> Tensor:
+        if min(self.weight.shape[:2]) <= FEW_CHANNELS:
+            return original(self, x, before)
+        before = torch.zeros_like(x[:, :1]).expand(-1, 2, -1, -1, -1) if before is None else before
+        return WAYS[name](torch.cat([before, x], 1), self.weight, self.bias)
 
     CausalConv.convolve = convolve  # type: ignore[method-assign]
     try:

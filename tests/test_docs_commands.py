@@ -25,7 +25,7 @@ def iter_commands(text: str):
     """Yield the commands of a page, and whether they are complete: those in its sentences may lack arguments."""
     for block in re.findall(r"^```(?:sh|bash|console|shell)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            yield from ((found, True) for found in re.findall(r"(?:^|&& |\$ )vitrail [^&|>]+", line))
+            yield from ((found, True) for found in re.findall(r'(?:^|&& |\$ )vitrail (?:"[^"]*"|[^&|>"])+', line))
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"`(vitrail [^`]+)`", prose):
         yield " ".join(span.split()), False

@@ -7,7 +7,17 @@ import vitrail
 from vitrail.registry import MODELS
 
 ROOT = Path(vitrail.__file__).parent
-PARTS = {"ConvTower", "HybridTower", "MultiTower", "PackedViT", "SAM", "TextTower", "TiledViT", "ViT"}  # of models
+PARTS = {
+    "ConvTower",
+    "DaViT",
+    "HybridTower",
+    "MultiTower",
+    "PackedViT",
+    "SAM",
+    "TextTower",
+    "TiledViT",
+    "ViT",
+}  # of models
 MAX_KINDS = 2  # separate tests of kinds in one function
 
 

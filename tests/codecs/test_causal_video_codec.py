@@ -14,8 +14,9 @@ from vitrail.codecs import (
     CogVideoXAutoencoderConfig,
     CosmosAutoencoderConfig,
     WanAutoencoderConfig,
+    causal_layers,
 )
-from vitrail.codecs.causal_layers import CausalConv, group_norm, patch_haar, patch_pixels, unpatch_haar, unpatch_pixels
+from vitrail.codecs.causal_layers import group_norm, patch_haar, patch_pixels, unpatch_haar, unpatch_pixels
 from vitrail.codecs.quantizers import FSQConfig
 from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
 from vitrail.errors import ConfigError, ImageError
@@ -65,6 +66,7 @@ def make_video(codec: CausalVideoCodec, latent_frames: int, batch: int = 1) -> t
 
 @torch.no_grad()
 @pytest.mark.parametrize("net", FACTORS)
+@pytest.mark.usefixtures("few_channels")
 def test_later_frames_change_no_earlier_latent(net):
     codec = make_codec(**net)
     video = make_video(codec, 4)
@@ -83,9 +85,16 @@ def test_later_frames_change_no_earlier_latent(net):
     assert not torch.equal(again[:, codec.count_frames(2)], pixels[:, codec.count_frames(2)])
 
 
+@pytest.fixture(params=[1, 16])
+def few_channels(request, monkeypatch):
+    """Convolve small networks in both ways."""
+    monkeypatch.setattr(causal_layers, "FEW_CHANNELS", request.param)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("net", FACTORS)
 @pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.usefixtures("few_channels")
 def test_chunks_equal_the_whole_video(net, discrete):
     codec = make_codec(discrete, **net)
     video = make_video(codec, 6, batch=2)
@@ -105,6 +114,7 @@ def test_chunks_equal_the_whole_video(net, discrete):
 
 @torch.no_grad()
 @pytest.mark.parametrize("frames", [16, 17, 19, 24])
+@pytest.mark.usefixtures("few_channels")
 def test_chunks_of_cogvideox_equal_the_whole_video(frames):
     codec = make_codec(**COGVIDEOX | {"widths": (4, 4, 8), "temporal_factor": 4})
     video, rest = torch.rand(2, frames, 3, 8, 4) * 2 - 1, frames % 8
@@ -204,15 +214,21 @@ def test_haar_levels():
     torch.testing.assert_close(patch_haar(video, 4), x)
 
 
-@pytest.mark.parametrize("shape", [(3, 20, 18), (20, 3, 18), (18, 20, 3)])
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [1, 2, 3, 5])
 @pytest.mark.parametrize("channels", [(3, 20), (20, 3), (20, 18)])
-def test_causal_convolution(channels, shape):
-    """Few input and few output channels take other ways than a convolution for each frame of the kernel."""
-    layer = CausalConv(*channels, repeat_first=True)
-    x = torch.randn(2, *shape, channels[0])
-    padded = torch.cat([x[:, :1], x[:, :1], x], 1).movedim(-1, 1)
+@pytest.mark.parametrize("repeat_first", [False, True])
+def test_causal_convolution(channels, frames, repeat_first):
+    """Few input and few output channels take other ways; chunks of any length equal the whole."""
+    layer = causal_layers.CausalConv(*channels, repeat_first=repeat_first)
+    x = torch.randn(2, frames + 4, 3, 5, channels[0])
+    first = x[:, :1] if repeat_first else torch.zeros_like(x[:, :1])
+    padded = torch.cat([first, first, x], 1).movedim(-1, 1)
     expected = torch.nn.functional.conv3d(padded, layer.weight, layer.bias, padding=(0, 1, 1)).movedim(1, -1)
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+    cache = causal_layers.StreamCache()
+    chunks = [layer(part, cache) for part in x.split([1, 2, frames, 1], 1)]
+    torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_constant_video_has_one_subband():

@@ -111,7 +111,5 @@ def test_invalid_files_are_refused(folder):
         open_rows(folder, [row(1)], format="llama")
     with pytest.raises(ConfigError, match=r"max_samples is 0\n.*at least 1"):
         ConversationsConfig(path="x", max_samples=0)
-    captions = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "id": 1, "caption": "x"}]}
-    (folder / "captions.json").write_text(json.dumps(captions))
-    with pytest.raises(DataError, match="no turns"):
-        ConversationSource(ConversationsConfig(path=str(folder / "captions.json")))
+    with pytest.raises(DataError, match="no turns and no caption"):
+        ConversationSource(ConversationsConfig(path=str(folder), format="images"))  # images without captions

@@ -17,6 +17,7 @@ from hub.test_released_configs import RELEASED
 from vitrail.hub.checkpoint_info import find_checkpoint
 from vitrail.hub.safetensors_files import write_weights
 from vitrail.processing.tokenizer import Tokenizer
+from vitrail.processing.tokenizer_files import FLORENCE2_TOKENS
 from vitrail.registry import FAMILIES
 
 JSON = dict[str, Any]
@@ -36,7 +37,11 @@ class ReleasedModel(NamedTuple):
     patch           changes to the shrunk config.json
     patch_files     changes to the shrunk processor files
     template        chat template; default: that of the released files, or else of the family
-    is_served       whether vLLM serves the exported model
+    is_served       whether vLLM serves the exported model; if not, vllm_reason says why
+    vllm_reason     what vLLM 0.32 for CPUs says about the exported model
+    vllm_patch      changes to the shrunk config.json for vLLM, which takes fewer sizes
+    vllm_images     images of a prompt at most in vLLM
+    vllm_inserts    vLLM inserts the tokens of images, so that prompts have no placeholder
     has_reference   whether transformers has the family, and a processor without torchvision
     """
 
@@ -47,6 +52,10 @@ class ReleasedModel(NamedTuple):
     patch_files: dict[str, JSON] = {}
     template: str | None = None
     is_served: bool = True
+    vllm_reason: str = ""
+    vllm_patch: JSON = {}
+    vllm_images: int = 2
+    vllm_inserts: bool = False
     has_reference: bool = True
 
 
@@ -58,6 +67,7 @@ def merge(table: JSON, changes: Mapping[str, Any]) -> JSON:
     return made
 
 
+BF16_ONLY = "AssertionError: CPU GDN attention requires BF16. (the comparison is in float32)"
 QWEN = ReleasedModel(
     {
         "vision_start_token_id": "<|vision_start|>",
@@ -106,6 +116,11 @@ GEMMA4 = ReleasedModel(
         },
     },
 )
+FLORENCE2_SIDE = 64  # pixels
+UNKNOWN_TYPE = (  # the code of these models is on the hub only
+    "The checkpoint you are trying to load has model type `{}` but Transformers does not recognize this architecture"
+)
+MLA_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the only ones of vLLM's kernel for CPUs
 PHI_TURNS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 SQUARE = {"size": {"height": 56, "width": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -150,7 +165,8 @@ MODELS: dict[str, ReleasedModel] = {
             },
         },
         patch_files={"preprocessor_config.json": SQUARE, "processor_config.json": {"num_query_tokens": 5}},
-        is_served=False,
+        vllm_images=1,
+        vllm_inserts=True,
     ),
     "meta-llama/Llama-3.2-11B-Vision-Instruct": LLAMA3._replace(
         patch={
@@ -166,13 +182,15 @@ MODELS: dict[str, ReleasedModel] = {
         # All tokens follow the image: transformers and Meta's code differ for those before it.
         template="{{ '<|image|>' + bos_token + messages[0].content[1].text }}",
         is_served=False,
+        vllm_reason="'MllamaProcessor' object has no attribute '_get_num_multimodal_tokens' (vLLM has had no Mllama of "
+        "its own since 0.10.2)",
     ),
     "Qwen/Qwen2-VL-7B-Instruct": QWEN,
     "Qwen/Qwen2.5-VL-7B-Instruct": QWEN,
     "Qwen/Qwen3-VL-2B-Instruct": QWEN,
     "Qwen/Qwen3-VL-30B-A3B-Instruct": QWEN,
-    "Qwen/Qwen3.5-small": QWEN,
-    "Qwen/Qwen3.5-35B-A3B": QWEN,
+    "Qwen/Qwen3.5-small": QWEN._replace(is_served=False, vllm_reason=BF16_ONLY),
+    "Qwen/Qwen3.5-35B-A3B": QWEN._replace(is_served=False, vllm_reason=BF16_ONLY),
     "google/gemma-3-4b-it": ReleasedModel(
         {
             "boi_token_index": "<start_of_image>",
@@ -233,12 +251,22 @@ MODELS: dict[str, ReleasedModel] = {
         patch={"query_num": 4, "image_size": 56, "slice_config": {"scale_resolution": 56}},
         patch_files={"preprocessor_config.json": {"scale_resolution": 56, "image_feature_size": 4}},
         is_served=False,
+        vllm_reason=UNKNOWN_TYPE.format("minicpmv"),
+        has_reference=False,
+    ),
+    "openbmb/MiniCPM-Llama3-V-2_5": LLAMA3._replace(
+        tokens={"unk_token_id": "<unk>"},
+        more=("<image>", "</image>", "<slice>", "</slice>", *LLAMA3.more),
+        patch={"query_num": 4, "image_size": 56, "slice_config": {"scale_resolution": 56}},
+        patch_files={"preprocessor_config.json": {"scale_resolution": 56, "image_feature_size": 4}},
+        is_served=False,
         has_reference=False,
     ),
     "adept/fuyu-8b": ReleasedModel(
         more=("|SPEAKER|", "|NEWLINE|", "<s>", "<0x04>"),
         named={"bos": "|ENDOFTEXT|", "eos": "|ENDOFTEXT|"},
         is_served=False,
+        vllm_reason="Failed to apply FuyuProcessor (vLLM has no Fuyu of its own, and uses that of transformers)",
         has_reference=False,  # its processor needs a tokenizer with a prefix; see test_fuyu
     ),
     "allenai/Molmo-7B-D-0924": ReleasedModel(
@@ -263,6 +291,7 @@ MODELS: dict[str, ReleasedModel] = {
             }
         },
         is_served=False,
+        vllm_reason=UNKNOWN_TYPE.format("molmo"),
         has_reference=False,
     ),
     "microsoft/Phi-3.5-vision-instruct": ReleasedModel(
@@ -275,6 +304,7 @@ MODELS: dict[str, ReleasedModel] = {
         },
         patch_files={"preprocessor_config.json": {"num_img_tokens": 4}},
         is_served=False,
+        vllm_reason=UNKNOWN_TYPE.format("phi3_v"),
         has_reference=False,
     ),
     "microsoft/Phi-4-multimodal-instruct": ReleasedModel(
@@ -287,9 +317,40 @@ MODELS: dict[str, ReleasedModel] = {
             "vision_lora": {"r": 4},
         },
         is_served=False,
+        vllm_reason="Following weights were not initialized from checkpoint: those of the audio encoder, which no "
+        "export has",
         has_reference=False,
     ),
-    "deepseek-ai/DeepSeek-V3": ReleasedModel(is_served=False),
+    "microsoft/Florence-2-large-ft": ReleasedModel(
+        more=(*FLORENCE2_TOKENS, "<image>"),
+        named={"bos": "<s>", "eos": "</s>", "pad": "<pad>"},
+        patch={
+            "text_config": {
+                "d_model": 48,
+                **{f"{part}_layers": layers for part, layers in (("encoder", 2), ("decoder", 3))},
+                **{f"{part}_ffn_dim": 80 for part in ("encoder", "decoder")},
+                **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+                "max_position_embeddings": 200,
+            },
+            "vision_config": {
+                "dim_embed": [8, 16, 24, 32],
+                "num_heads": [1, 2, 3, 4],
+                "num_groups": [1, 2, 3, 4],
+                "depths": [1, 1, 2, 1],
+                "window_size": 3,
+                "projection_dim": 48,
+            },
+        },
+        patch_files={
+            "preprocessor_config.json": {
+                "size": {"height": FLORENCE2_SIDE, "width": FLORENCE2_SIDE},
+                "crop_size": {"height": FLORENCE2_SIDE, "width": FLORENCE2_SIDE},
+                "image_seq_length": 1 + (FLORENCE2_SIDE // 32) ** 2,
+            }
+        },
+        is_served=False,
+    ),
+    "deepseek-ai/DeepSeek-V3": ReleasedModel(vllm_patch=MLA_SIZES),
     "moonshotai/Kimi-K2.5": ReleasedModel(
         {"media_placeholder_token_id": "<|media_pad|>"},
         (
@@ -309,6 +370,8 @@ MODELS: dict[str, ReleasedModel] = {
             }
         },
         is_served=False,
+        vllm_reason="There is no module or parameter named 'model.vision_tower.layers.0.wqkv' in "
+        "TransformersMultiModalMoEForCausalLM",
         has_reference=False,
     ),
     "zai-org/GLM-4.1V-9B-Thinking": ReleasedModel(
@@ -324,6 +387,29 @@ MODELS: dict[str, ReleasedModel] = {
         {"eos": "<|endoftext|>", "pad": "<|endoftext|>"},
     ),
 }
+
+DEFAULT_MODELS: dict[str, ReleasedModel] = {
+    "deepseek_v2": ReleasedModel(
+        patch={"num_experts_per_tok": 2},
+        vllm_patch=MLA_SIZES,
+        is_served=False,
+        vllm_reason="33 of 36 tokens are equal: the logits of the first other token differ by 0.064",
+    ),
+    "gemma": ReleasedModel(named=GEMMA_NAMED),
+    "gemma3_text": ReleasedModel(named=GEMMA_NAMED),
+    "glm4": ReleasedModel(),
+    "ministral": ReleasedModel(),
+    "ministral3": ReleasedModel(),
+    "opt": ReleasedModel(),
+    "persimmon": ReleasedModel(),
+    "qwen3_5_text": ReleasedModel(is_served=False, vllm_reason=BF16_ONLY),
+}
+"""Language models without a released config, by family: vLLM serves models with their class defaults."""
+
+
+def find_row(name: str) -> ReleasedModel:
+    """Return the row of a released model, or of a family."""
+    return MODELS[name] if name in MODELS else DEFAULT_MODELS[name]
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -463,16 +549,19 @@ def find_template(files: Mapping[str, Any]) -> str | None:
     return files["chat_template.json"]["chat_template"] if "chat_template.json" in files else None
 
 
-def write_config(name: str, folder: Path, shrink: bool = True) -> JSON:
-    """Write config, tokenizer and processor files of a released model, shrunk or not. Returns the config.json."""
-    row, files = MODELS[name], RELEASED[name]
+def write_config(name: str, folder: Path, shrink: bool = True, patch: JSON | None = None) -> JSON:
+    """Write config, tokenizer and processor files of a released model, or of the class defaults of a family.
+
+    With `shrink`, sizes are smaller, and `patch` are further changes. Returns the config.json.
+    """
+    row, files = find_row(name), RELEASED[name] if name in RELEASED else build_default_files(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(row, row.template or find_template(files))
     tokenizer.save(folder)
     released = files["config.json"]
     hf_config = set_token_ids(shrink_config(released) if shrink else released, row, tokenizer)
     if shrink:
-        hf_config = merge(hf_config, row.patch)
+        hf_config = merge(hf_config, merge(row.patch, patch or {}))
     key = next((key for key in TEXT_PARTS if hf_config.get(key)), None)
     text, released_text = (hf_config, released) if key is None else (hf_config[key], released[key])
     text["vocab_size"] = tokenizer.vocab_size + 6 if shrink else released_text["vocab_size"]
@@ -489,15 +578,18 @@ def write_config(name: str, folder: Path, shrink: bool = True) -> JSON:
     return hf_config
 
 
-def write_checkpoint(name: str, folder: Path) -> Path:
-    """Write a random checkpoint in the shape of a released model."""
-    hf_config = write_config(name, folder)
+def write_checkpoint(name: str, folder: Path, patch: JSON | None = None) -> Path:
+    """Write a random checkpoint in the shape of a released model, or of the class defaults of a family."""
+    hf_config = write_config(name, folder, patch=patch)
     found = find_checkpoint(folder)
     assert found.family is not None
     model = randomize(found.model_class(found.config).eval(), 3, 0.2)
     state = model.state_dict()
     rules = found.family.tensor_rules(found.config)
-    if hf_config.get("llm_config", {}).get("model_type") == "internlm2":  # its files have names of their own
+    # Some files have names of their own.
+    if hf_config.get("llm_config", {}).get("model_type") == "internlm2" or "dim_embed" in hf_config.get(
+        "vision_config", {}
+    ):
         rules = [rule.alternative or rule for rule in rules]
     pairs = (
         pair
@@ -520,8 +612,15 @@ def shrink_budget(processor: JSON) -> JSON:
     return processor
 
 
+def build_default_files(family: str) -> dict[str, JSON]:
+    """Return the config.json of a language model with the class defaults of transformers."""
+    return {"config.json": {"model_type": family, **FAMILIES[family].class_defaults}}
+
+
 def find_family(name: str) -> str:
-    """Return the family that reads a released model."""
+    """Return the family that reads a released model, or a family itself."""
+    if name not in RELEASED:
+        return name
     hf_config = RELEASED[name]["config.json"]
     keys = [*hf_config.get("architectures", []), hf_config.get("model_type")]
     return next(key for key in keys if key in FAMILIES)

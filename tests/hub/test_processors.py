@@ -277,6 +277,8 @@ def asked(processor, picture) -> Any:
     if isinstance(processor, T.PaliGemmaProcessor):
         given = processor(picture, f"<image>{ASK}", return_tensors="pt")
         return {key: value for key, value in given.items() if key != "labels"}
+    if isinstance(processor, T.Florence2Processor):
+        return processor(images=picture, text=ASK, return_tensors="pt")
     if isinstance(processor, T.IdeficsProcessor):
         return processor(text=["User:", picture, f"{ASK}<end_of_utterance>", "\nAssistant:"], return_tensors="pt")
     return chatted(processor, [turn(picture, ASK)])

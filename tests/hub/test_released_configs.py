@@ -71,6 +71,7 @@ PARAMETERS = {
     "openbmb/MiniCPM-V-4": 4_059_533_040,
     "allenai/Molmo-7B-D-0924": 8_021_025_280,
     "adept/fuyu-8b": 9_408_238_592,
+    "microsoft/Florence-2-large-ft": 770_174_976,  # with a row for the image token, as transformers converts it
     "microsoft/Phi-3-vision-128k-instruct": 4_146_621_440,
     "microsoft/Phi-3.5-vision-instruct": 4_146_621_440,
     "microsoft/Phi-4-multimodal-instruct": 4_646_670_528,  # without speech: see test_phi4_multimodal

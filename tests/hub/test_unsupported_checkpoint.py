@@ -103,13 +103,13 @@ UNSUPPORTED = {
     ),
     "encoder-decoder model": (
         {
-            "model_type": "florence2",
-            "architectures": ["Florence2ForConditionalGeneration"],
+            "model_type": "bart",
+            "architectures": ["BartForConditionalGeneration"],
             "is_encoder_decoder": True,
-            "vision_config": {"model_type": "davit"},
+            "vocab_size": 9,
         },
-        r"is the encoder-decoder model 'florence2' \(Florence2ForConditionalGeneration\), which is not supported",
-        "use a model with a decoder only; supported vision-language models: ",
+        r"is the encoder-decoder model 'bart' \(BartForConditionalGeneration\), which is not supported",
+        "use a model with a decoder only; supported language models: ",
     ),
     "no name at all": ({"hidden_size": 4}, "no model_type, _class_name or architecture", "add the model_type"),
 }

@@ -83,6 +83,19 @@ def check_parity(
     ours = from_hf(folder / "hf").eval()
     samples, shown = build_samples(ours)
     logits, expected = compute_logits(ours, samples, shown), compute_reference(reference, samples, shown, inputs)
+    check_gradients(ours, reference, logits, expected, folder, write)
+    return ours
+
+
+def check_gradients(
+    ours: VLM,
+    reference: Any,
+    logits: list[Tensor],
+    expected: list[Tensor],
+    folder: Path,
+    write: Callable[[Any, Path], None] = save_reference,
+) -> None:
+    """Check logits, and the gradients of a random sum of them."""
     for a, b in zip(logits, expected, strict=True):
         assert a.shape == b.shape and relative(a, b) <= VALUES
     weights = [torch.randn_like(b) for b in expected]
@@ -96,7 +109,6 @@ def check_parity(
     for name, p in ours.named_parameters():
         g = torch.zeros_like(p) if p.grad is None else p.grad
         assert (g - wanted[name]).abs().max() <= GRADIENTS * wanted[name].abs().max().clamp_min(1e-2), name
-    return ours
 
 
 def check_exports(reference: Any, folder: Path, normalize: Callable[[Any], Any]) -> None:

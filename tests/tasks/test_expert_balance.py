@@ -13,10 +13,12 @@ from helpers import randomize
 from hub.shrunk_checkpoints import write_checkpoint
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder, DecoderConfig
+from vitrail.data.conversations import ConversationsConfig, ConversationSource
 from vitrail.data.sampler import MixtureConfig
 from vitrail.nn import AttentionConfig, BlockConfig, MoEConfig, RotaryConfig
-from vitrail.nn.mlp import MoE
+from vitrail.nn.mlp import MoE, load_balancing_loss
 from vitrail.recipe.finetuning import FinetuneConfig, finetune
+from vitrail.tasks.chat_task import BATCH_FIELDS, ChatSettings, ChatTask
 from vitrail.tasks.text_task import TextSettings, TextTask
 from vitrail.training.optimizer import OptimConfig
 from vitrail.training.stage_config import StageConfig
@@ -114,6 +116,43 @@ def test_a_layer_has_the_loss_of_transformers():
     assert task(batch).keys() == task.count_loss_terms(batch).keys() == {"text"}
 
 
+def test_padding_does_not_count():
+    torch.manual_seed(0)
+    logits, mask = torch.randn(3 * 5, EXPERTS), torch.ones(3, 5, dtype=torch.long)
+    mask[0, 3:] = mask[2, 1:] = 0
+    indices = logits.softmax(-1).topk(ACTIVE).indices
+    found = load_balancing_loss(logits.softmax(-1), indices, mask.bool())
+    expected = load_balancing_loss_func((logits,), EXPERTS, ACTIVE, mask)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    kept = mask.flatten().bool()
+    assert found.item() == pytest.approx(load_balancing_loss(logits.softmax(-1)[kept], indices[kept]).item(), rel=1e-5)
+    assert found.item() != pytest.approx(load_balancing_loss(logits.softmax(-1), indices).item(), rel=1e-3)
+
+
+def test_padding_of_packed_rows_does_not_change_the_loss(tmp_path):
+    base = write_checkpoint("Qwen/Qwen3-VL-30B-A3B-Instruct", tmp_path / "base")
+    turns = [{"from": "human", "value": "what is this?"}, {"from": "gpt", "value": "a red cube"}]
+    long = [turns[0], {"from": "gpt", "value": "a red cube " * 4}]
+    (tmp_path / "talks.json").write_text(json.dumps([{"conversations": turns}, {"conversations": long}]))
+    source = ConversationSource(ConversationsConfig(path=str(tmp_path / "talks.json")))
+    model = hub.load(base).float().train()
+    task = ChatTask(model, {"talks": source}, hub.load_tokenizer(base), ChatSettings(max_length=128))
+    batch = task.collate([source[0], source[1]])
+    rows, length = batch["segments"].shape
+    assert rows == 1  # so that the places of features do not change
+    wide = dict(batch)
+    for field in BATCH_FIELDS:
+        fill = {"segments": -1, "targets": -100}.get(field, 0)
+        padding = torch.full_like(batch[field], fill)
+        wide[field] = torch.cat([batch[field], padding], 1)
+    assert wide["segments"].shape == (1, 2 * length)
+    losses, padded = task(batch), task(wide)
+    names = [name for name in losses if name.startswith("experts/")]
+    assert names
+    for name in names:
+        assert padded[name].item() == pytest.approx(losses[name].item(), rel=1e-4)
+
+
 def test_gradient_checkpointing_has_the_same_losses_and_weights(tmp_path):
     models, logs = [build_model(), build_model()], []
     for model, checkpointing in zip(models, (False, True), strict=True):
@@ -122,6 +161,20 @@ def test_gradient_checkpointing_has_the_same_losses_and_weights(tmp_path):
     assert ends[0] == pytest.approx(ends[1], rel=1e-3)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.allclose(a, b, atol=1e-3)
+
+
+def test_the_coefficient_of_deepseek_is_read_and_written(tmp_path):
+    base = write_checkpoint("deepseek-ai/DeepSeek-V3", tmp_path / "base")
+    for alpha in (None, 0.003):
+        hf_config = json.loads((base / "config.json").read_text())
+        hf_config.pop("aux_loss_alpha", None)
+        (base / "config.json").write_text(json.dumps(hf_config | ({} if alpha is None else {"aux_loss_alpha": alpha})))
+        model = hub.load(base)
+        (experts,) = {module.config for module in model.modules() if isinstance(module, MoE)}
+        # DeepSeek divides by the number of experts per token, transformers and we do not.
+        assert experts.router_aux_loss_coef * experts.experts_per_token == pytest.approx(alpha or 0.001)
+        hub.to_hf(model, tmp_path / "back")
+        assert json.loads((tmp_path / "back/config.json").read_text())["aux_loss_alpha"] == (alpha or 0.001)
 
 
 @pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"])

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hub.shrunk_checkpoints import MODELS, find_family, write_checkpoint
+from hub.shrunk_checkpoints import DEFAULT_MODELS, MODELS, find_family, find_row, write_checkpoint
 from vitrail import hub
 from vitrail.backbones.decoder import Decoder
 from vitrail.generate.sampling import GREEDY
@@ -82,11 +82,11 @@ def generate_text(folder: Path) -> list[Request]:
 
 
 @torch.no_grad()
-def generate_answers(folder: Path, files: list[str]) -> list[Request]:
-    """Generate with a vision-language model: without, with one and with several images."""
+def generate_answers(folder: Path, files: list[str], most_images: int) -> list[Request]:
+    """Generate with a vision-language model: without, with one and with several images, up to `most_images`."""
     pipeline = ChatPipeline.load(folder, device="cpu")
     requests = []
-    for shown, question in (([], QUESTIONS[0]), (files[:1], QUESTIONS[0]), (files[1:], QUESTIONS[1])):
+    for shown, question in (([], QUESTIONS[0]), (files[:1], QUESTIONS[0]), (files[1:][:most_images], QUESTIONS[1])):
         messages = [pipeline.build_message(shown, question)]
         stream, images, _ = pipeline.build_prompt(messages)
         chat = pipeline.chat_template.encode(messages, pipeline.tokenizer, add_generation_prompt=True)
@@ -130,12 +130,18 @@ def compare_model(name: str, python: str) -> dict[str, Any]:
     """Export a random checkpoint in the shape of a released model and compare its greedy tokens."""
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        released = write_checkpoint(name, scratch / "released")
+        row = find_row(name)
+        released = write_checkpoint(name, scratch / "released", row.vllm_patch)
         model = hub.load(released)
         exported = scratch / "exported"
         hub.to_hf(model, exported, tokenizer=hub.load_tokenizer(released))
         is_text = isinstance(model, Decoder)
-        requests = generate_text(exported) if is_text else generate_answers(exported, write_images(scratch))
+        requests = (
+            generate_text(exported) if is_text else generate_answers(exported, write_images(scratch), row.vllm_images)
+        )
+        if row.vllm_inserts:
+            placeholder = model.config.image_token_id
+            requests = [one._replace(ids=[id for id in one.ids if id != placeholder]) for one in requests]
         answers = run_vllm(python, exported, requests, scratch)
     found = [find_difference(request, answer) for request, answer in zip(requests, answers, strict=True)]
     equal = sum(
@@ -153,7 +159,7 @@ def main() -> None:
     parser.add_argument("--python", required=True, help="python of the environment of vLLM")
     given = parser.parse_args()
     failed = []
-    for name in given.models or [name for name, row in MODELS.items() if row.is_served]:
+    for name in given.models or [name for name, row in (MODELS | DEFAULT_MODELS).items() if row.is_served]:
         try:
             row = compare_model(name, given.python)
         except VLLMError as error:

@@ -37,6 +37,8 @@ class CrossAttentionFusionConfig(Config, tag="cross", tag_field="kind"):
     gated          gate by tanh of a scalar or of one value for each channel, starting at zero; ungated blocks have an
                    effect from the start
     without_image  tokens without an image pass through the "mlp" (Flamingo, Idefics) or "skip" the block (Llama-3.2-V)
+    encoder        the features are those of an encoder, which every token attends to: the blocks have the biases and
+                   the norm position of the decoder (BART)
     """
 
     layer_indices: tuple[int, ...]
@@ -46,13 +48,14 @@ class CrossAttentionFusionConfig(Config, tag="cross", tag_field="kind"):
     mlp: MLPConfig | None = None
     gated: bool | Literal["channels"] = True
     without_image: Literal["mlp", "skip"] = "mlp"
+    encoder: bool = False
 
     def check_decoder(self, num_layers: int, text_block: BlockConfig) -> None:
         check_fusion_layers(
             "cross", self.layer_indices, num_layers + (len(self.layer_indices) if self.placement == "inserted" else 0)
         )
         attention = self.block_config(text_block).attention
-        if attention.bias not in ("none", "qkv") or attention.inner_norm is not None:
+        if not self.encoder and (attention.bias not in ("none", "qkv") or attention.inner_norm is not None):
             raise ConfigError(
                 "cross-attention with an output bias or norm would change tokens that have no image",
                 "set bias to 'none' or 'qkv', and remove inner_norm",
@@ -64,14 +67,13 @@ class CrossAttentionFusionConfig(Config, tag="cross", tag_field="kind"):
         return [layer - offset * inserted for offset, layer in enumerate(sorted(self.layer_indices))]
 
     def block_config(self, text_block: BlockConfig) -> BlockConfig:
+        usual = text_block.attention.replace(output_gate=False, share_kv=False, v_norm=False)
         return text_block.replace(
             branches=("cross", "mlp"),
-            attention=self.attention
-            or text_block.attention.replace(
-                bias="none", inner_norm=None, output_gate=False, share_kv=False, v_norm=False
-            ),
+            attention=self.attention or (usual if self.encoder else usual.replace(bias="none", inner_norm=None)),
             mlp=text_block.mlp if self.mlp is None else self.mlp,
-            norm_position="before",  # a norm after a closed gate would change the text
+            # A norm after a closed gate would change the text.
+            norm_position=text_block.norm_position if self.encoder else "before",
             gated=self.gated,
             layer_scale=None,
             output_scale=False,

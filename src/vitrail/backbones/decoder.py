@@ -60,6 +60,7 @@ class DecoderConfig(Config):
     window_limits_spans  whether the sliding window limits attention inside of bidirectional spans (Gemma 3) or only to
                          earlier tokens (PaliGemma 2)
     scale_embeddings     multiply token embeddings by the square root of the width (Gemma)
+    norm_embeddings      normalize the embeddings, instead of the output of the last block (BART)
     logit_softcap        logits x become softcap · tanh(x / softcap) (Gemma 2); None for no cap
     """
 
@@ -82,6 +83,7 @@ class DecoderConfig(Config):
     linear_attention: GatedDeltaNetConfig | None = None
     window_limits_spans: bool = True
     scale_embeddings: bool = False
+    norm_embeddings: bool = False
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -278,6 +280,7 @@ class Decoder(nn.Module):
             plan = plan.without_spans()
         if self.positions is not None:
             embeds = embeds + self.positions(self._position_rows(positions, cache))
+        embeds = self.norm(embeds) if self.config.norm_embeddings else embeds
         if output_positions is not None and not self.can_trim_last_layer:
             raise ConfigError(
                 "the last layer of this decoder needs all tokens, so output_positions is not supported",
@@ -301,7 +304,7 @@ class Decoder(nn.Module):
                 output_index=only,
             )
             embeds = fusion_pass.apply_at(i + 1, block_output)
-        return self.norm(embeds)
+        return embeds if self.config.norm_embeddings else self.norm(embeds)
 
     @property
     def can_trim_last_layer(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from vitrail.data.conversations import CAPTION_PROMPT
 from vitrail.errors import ConfigError
 from vitrail.recipe.finetuning import FinetuneConfig, FinetunePlan, finetune
 
@@ -34,6 +35,7 @@ def finetune_model(
     overflow: Literal["refuse", "cut"] = "refuse",
     data_format: str | None = None,
     image_folder: str | None = None,
+    caption_prompt: str = CAPTION_PROMPT,
     dtype: Literal["float32", "bfloat16"] | None = None,
     gradient_checkpointing: Annotated[bool, Flag] = False,
     save_every: int = 100,
@@ -49,7 +51,8 @@ def finetune_model(
     model
         A Hugging Face folder or hub id, or a folder in Vitrail's format.
     data
-        Conversations: a file or folder of any format with turns, such as LLaVA's JSON, ShareGPT or OpenAI messages.
+        Conversations: a file or folder of any format with turns, such as LLaVA's JSON, ShareGPT or OpenAI messages; a
+        folder of images with captions; or WebDataset shards: a tar file, a folder, a pattern, or a URL of these.
     out
         Folder for checkpoints, logs, the adapter and the final weights.
     dry_run
@@ -87,6 +90,8 @@ def finetune_model(
         Format of the data. Default: detected.
     image_folder
         Folder of the images and videos. Default: that of the data.
+    caption_prompt
+        Question about an image or video that has a caption instead of turns.
     dtype
         Dtype of the weights. Default: bfloat16 on a GPU, float32 on the CPU.
     gradient_checkpointing

@@ -128,21 +128,29 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor, cache: StreamCache | None = None) -> Tensor:
-        return self.convolve(prepend_frames(self, x, 2, cache, self.repeat_first))
+        before = take_frames_before(self, x, 2, cache, self.repeat_first)
+        return self.convolve(x, before)
 
-    def convolve(self, x: Tensor) -> Tensor:
-        """Convolve frames that include the two before the video, with 2-D convolutions of frames."""
-        T, (out_channels, in_channels) = x.shape[1] - 2, self.weight.shape[:2]
-        if in_channels <= FEW_CHANNELS:  # three frames are channels of one
-            joined = torch.cat([x[:, k : k + T] for k in range(3)], -1)
-            y = convolve_frames(joined, self.weight.transpose(1, 2).flatten(1, 2), self.bias)
-        elif out_channels <= FEW_CHANNELS:  # one convolution computes the parts of three frames
-            parts = convolve_frames(x, self.weight.permute(2, 0, 1, 3, 4).flatten(0, 1)).chunk(3, -1)
-            y = sum((part[:, k : k + T] for k, part in enumerate(parts)), start=self.bias)
-        else:
-            y = convolve_frames(x[:, :T], self.weight[:, :, 0], self.bias)
-            for k in (1, 2):
-                y += convolve_frames(x[:, k : k + T], self.weight[:, :, k])
+    def convolve(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """Convolve frames by 2-D convolutions; `before` are the two frames before them, None for zeros."""
+        w0, w1, w2 = self.weight.unbind(2)  # for the frame before last, the last frame, and the frame itself
+        out_channels, in_channels = self.weight.shape[:2]
+        if min(in_channels, out_channels) <= FEW_CHANNELS:
+            before = x.new_zeros(x.shape[0], 2, *x.shape[2:]) if before is None else before
+            frames, T = torch.cat([before, x], 1), x.shape[1]
+            if in_channels <= FEW_CHANNELS:  # three frames are channels of one
+                joined = torch.cat([frames[:, k : k + T] for k in range(3)], -1)
+                return convolve_frames(joined, torch.cat([w0, w1, w2], 1), self.bias)
+            parts = convolve_frames(frames, torch.cat([w0, w1, w2])).chunk(3, -1)  # for three frames at once
+            return sum((part[:, k : k + T] for k, part in enumerate(parts)), start=self.bias)
+        y = convolve_frames(x, w2, self.bias)  # adds to y: frames before are not joined with x, which would copy x
+        if x.shape[1] > 1:
+            y[:, 1:] += convolve_frames(x[:, :-1], w1)
+        if x.shape[1] > 2:
+            y[:, 2:] += convolve_frames(x[:, :-2], w0)
+        if before is not None:
+            y[:, :1] += convolve_frames(before[:, 1:], w1)
+            y[:, :2] += convolve_frames(before[:, : x.shape[1]], w0)
         return y
 
 
@@ -152,20 +160,33 @@ def convolve_frames(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return y.permute(0, 2, 3, 1).unflatten(0, x.shape[:2])
 
 
+def take_frames_before(
+    layer: nn.Module, x: Tensor, count: int, cache: StreamCache | None = None, repeat_first: bool = True
+) -> Tensor | None:
+    """Return `count` frames before x: those of the stream so far, else the first frame repeated, or None for zeros.
+
+    The cache then keeps the last `count` frames.
+    """
+    if cache is not None and layer in cache:
+        before = cache[layer]
+    else:
+        before = x[:, :1].expand(-1, count, -1, -1, -1) if repeat_first else None
+    if cache is not None:
+        missing = count - x.shape[1]  # of a chunk that is shorter
+        if missing <= 0:
+            cache[layer] = x[:, x.shape[1] - count :].clone()
+        else:
+            rest = x.new_zeros(x.shape[0], missing, *x.shape[2:]) if before is None else before[:, count - missing :]
+            cache[layer] = torch.cat([rest, x], 1)
+    return before
+
+
 def prepend_frames(
     layer: nn.Module, x: Tensor, count: int, cache: StreamCache | None = None, repeat_first: bool = True
 ) -> Tensor:
-    """Put `count` frames before x: of the stream so far, else the first frame repeated, or zeros. Update the cache."""
-    if cache is not None and layer in cache:
-        before = cache[layer]
-    elif repeat_first:
-        before = x[:, :1].expand(-1, count, -1, -1, -1)
-    else:
-        before = x.new_zeros(x.shape[0], count, *x.shape[2:])
-    x = torch.cat([before, x], 1)
-    if cache is not None:
-        cache[layer] = x[:, x.shape[1] - count :].clone()
-    return x
+    """Put `count` frames before x, as `take_frames_before` returns them."""
+    before = take_frames_before(layer, x, count, cache, repeat_first)
+    return torch.cat([x.new_zeros(x.shape[0], count, *x.shape[2:]) if before is None else before, x], 1)
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -225,14 +246,14 @@ class FactorizedConv(nn.Module):
 
 
 class ChannelNorm(nn.Module):
-    """RMS norm over the channels of (…, C), computed as an L2 norm."""
+    """RMS norm over the channels of (…, C). Its epsilon only keeps zeros finite."""
 
     def __init__(self, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x.float(), dim=-1).to(x.dtype) * x.shape[-1] ** 0.5 * self.weight
+        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-24)
 
 
 class FrameAttention(nn.Module):

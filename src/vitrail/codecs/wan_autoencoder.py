@@ -33,16 +33,16 @@ from vitrail.errors import ConfigError
 class WanAutoencoderConfig(CausalAutoencoderConfig, tag="wan", tag_field="kind"):
     """Config of `WanEncoder` and `WanDecoder`.
 
-    width              channels of the encoder's first level
-    decoder_width      the same for the decoder; 0 for `width`
-    multipliers        channels of each level from the finest to the coarsest, as multiples of the width
-    layers             ResNet blocks of an encoder level; a decoder level has one more
-    latent_channels    channels of the latents
-    temporal_steps     for each level but the last, whether it halves the number of frames; all halve the resolution
-    resampled_shortcut add a resampled copy of a level's input to its output (Wan 2.2)
-    patch_size         side of the squares of pixels that are channels of the first convolution
-    channels           channels of a pixel
-    image_size         side of the training frames; other multiples of `spatial_factor` work too
+    width               channels of the encoder's first level
+    decoder_width       the same for the decoder; 0 for `width`
+    multipliers         channels of each level from the finest to the coarsest, as multiples of the width
+    layers              ResNet blocks of an encoder level; a decoder level has one more
+    latent_channels     channels of the latents
+    temporal_steps      for each level but the last, whether it halves the number of frames; all halve the resolution
+    resampled_shortcut  add a resampled copy of a level's input to its output (Wan 2.2)
+    patch_size          side of the squares of pixels that are channels of the first convolution
+    channels            channels of a pixel
+    image_size          side of the training frames; other multiples of `spatial_factor` work too
     """
 
     width: PositiveInt = 96

@@ -16,6 +16,7 @@ from vitrail.connectors.grid_resampler import GridResampler, GridResamplerConfig
 from vitrail.connectors.merger import Merger, MergerConfig
 from vitrail.connectors.packed_pool import PackedPool, PackedPoolConfig
 from vitrail.connectors.pool_connector import PoolConnector, PoolConnectorConfig
+from vitrail.connectors.pooled_projector import PooledProjector, PooledProjectorConfig
 from vitrail.connectors.projector import Projector, ProjectorConfig
 from vitrail.connectors.qformer import QFormer, QFormerConfig
 from vitrail.connectors.resampler import Resampler, ResamplerConfig
@@ -53,6 +54,8 @@ __all__ = [
     "PackedPoolConfig",
     "PoolConnector",
     "PoolConnectorConfig",
+    "PooledProjector",
+    "PooledProjectorConfig",
     "Projector",
     "ProjectorConfig",
     "QFormer",

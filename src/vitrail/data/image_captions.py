@@ -44,7 +44,16 @@ class CaptionSource(Protocol):
 
     @property
     def concepts(self) -> list[str] | None:
-        """Concept of each image, or None if all images have different captions."""
+        """Names of the concepts, or None if all images have different captions."""
+        ...
+
+    @property
+    def has_negatives(self) -> bool:
+        """Whether batches can have negative captions."""
+        ...
+
+    def concept_rows(self, index: Tensor) -> Tensor:
+        """Rows (B,) of `concepts` for these images."""
         ...
 
     def make_batch(self, index: Tensor, *, randomize: bool = True, swap_negatives: bool = False) -> CaptionBatch:
@@ -66,6 +75,8 @@ class CaptionSource(Protocol):
 class NamedImageCaptions:
     """Captions built from the names of images."""
 
+    has_negatives = False
+
     def __init__(self, source: NamedImageSource):
         self.source = source
         self.pieces = source.pieces
@@ -78,6 +89,9 @@ class NamedImageCaptions:
     def resample_captions(self, index: Tensor, *, randomize: bool = True) -> Tensor:
         return self.source.sample_texts(index, randomize=randomize)
 
+    def concept_rows(self, index: Tensor) -> Tensor:
+        return index
+
     def count_max_tokens(self, token_table: TokenTable) -> int:
         """Token count of the longest name in a template. Keywords and other languages may be truncated."""
         return self.source.count_max_tokens(token_table)
@@ -87,6 +101,7 @@ class SceneCaptions:
     """Captions that list the objects of a scene, with negatives that swap a colour, relation, number or size."""
 
     concepts = None
+    has_negatives = True
 
     def __init__(self, source: SceneSource):
         self.source, self.augmentation = source, source.config.augmentation
@@ -131,6 +146,9 @@ class SceneCaptions:
         any_valid = is_valid.any(1, keepdim=True)
         captions = torch.where(any_valid, true_table[rows, chosen], pad(captions, (0, max_pieces - captions.shape[1])))
         return CaptionBatch(rendered.pixels, captions, torch.where(any_valid, false_table[rows, chosen], 0))
+
+    def concept_rows(self, index: Tensor) -> Tensor:
+        raise NotImplementedError("scenes have no concepts")
 
     def _resample(self, index: Tensor, *, vary: bool) -> Tensor:
         language, config = self.language.to(index.device), self.source.config

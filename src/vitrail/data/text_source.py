@@ -157,7 +157,7 @@ DATA_SOURCES.register(
         TextSourceConfig,
         _open_source,
         ("text",),
-        needs_tokenizer=True,
+        needs_tokenizer=lambda _config: True,
         read_texts=lambda config: [read_text(config)] if config.split == "train" else [],
     ),
 )

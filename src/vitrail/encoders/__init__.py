@@ -1,6 +1,7 @@
 """Vision and text encoders."""
 
 from vitrail.encoders.conv_tower import ConvTower, ConvTowerConfig
+from vitrail.encoders.davit import DaViT, DaViTConfig
 from vitrail.encoders.hybrid_tower import HybridTower, HybridTowerConfig
 from vitrail.encoders.multi_tower import MultiTower, MultiTowerConfig, TowerConfig
 from vitrail.encoders.packed_vit import PackedViT, PackedViTConfig
@@ -15,6 +16,8 @@ __all__ = [
     "SAM",
     "ConvTower",
     "ConvTowerConfig",
+    "DaViT",
+    "DaViTConfig",
     "HybridTower",
     "HybridTowerConfig",
     "PackedViT",

@@ -44,7 +44,7 @@ class VLMStepper:
         device, count = model.decoder.embed.weight.device, len(streams)
         self.model, self.streams, self.encoding_ticket = model, streams, encoding_ticket
         self.vision_inputs: Any = (images,) if isinstance(model, CrossAttentionVLM) else (images, videos)
-        next_positions = [int(stream.positions.max()) + 1 for stream in streams]
+        next_positions = [model.find_next_position(stream) for stream in streams]
         shift = [place - len(stream) for place, stream in zip(next_positions, streams, strict=True)]
         self.graph_stepper: CUDAGraphStepper | None = None
         drops_image_tokens = isinstance(model, VLM) and model.voco is not None  # then positions exceed cache slots

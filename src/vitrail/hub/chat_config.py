@@ -29,6 +29,7 @@ class ChatConfig(NamedTuple):
     end_of_turn            token that ends a turn, if the tokenizer has it
     processor_fields       (config, vision tokens) → settings in processor_config.json
     tokenizer_tokens       token attributes of the tokenizer → the name of a vision token or, in <…>, the token
+    generation_tokens      settings of generation_config.json → the role of a token, such as "eos"
     required_word          word of chat templates that the preset does not replace, such as "video"; None for any
     fixed_image_token      image token that the processor hard-codes
     takes_chat_template    whether the processor takes a chat template; those that do not place images themselves
@@ -44,6 +45,7 @@ class ChatConfig(NamedTuple):
     end_of_turn: str | None = None
     processor_fields: Callable[[Any, VisionTokens], HFConfig] = lambda _config, _vision_tokens: {}
     tokenizer_tokens: dict[str, str] = {}
+    generation_tokens: dict[str, str] = {}
     required_word: str | None = None
     fixed_image_token: str | None = None
     takes_chat_template: bool = True

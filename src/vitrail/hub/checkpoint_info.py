@@ -19,7 +19,7 @@ from vitrail.registry import FAMILIES, MODELS
 
 NATIVE_CONFIG_FILE, HF_CONFIG_FILE, PIPELINE_FILE = "vitrail.json", "config.json", "model_index.json"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # downloaded before the weights
-LAYER_COUNT_KEYS = ("layers", "global_layers")  # keys of configs that hold a number of layers
+LAYER_COUNT_KEYS = ("layers", "global_layers", "encoder_layers")  # keys of configs that hold a number of layers
 BUNDLED_MODELS = ("judge", "mini", "mini-vlm", "mini-world")  # models of the distribution vitrail-mini
 INSTALL_BUNDLED_MODELS = "pip install 'vitrail[mini]'"
 

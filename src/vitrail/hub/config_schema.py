@@ -22,6 +22,8 @@ NonNegativeWidth = Annotated[int, Meta(ge=0, le=2**20)] | None
 LengthField = Annotated[int, Meta(ge=1, le=2**31)] | None
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e30)] | None
 ImageSizeField = Annotated[int, Meta(ge=1, le=2**20)] | list[Annotated[int, Meta(ge=1, le=2**20)]] | None
+StageCounts = list[Annotated[int, Meta(ge=1, le=MAX_COUNT)]] | None
+StageWidths = list[Annotated[int, Meta(ge=1, le=2**20)]] | None
 Text, Flag, Number = str | None, bool | None, float | None
 
 
@@ -108,12 +110,28 @@ class TransformerSchema(msgspec.Struct):
     d_kv: WidthField = None
     d_ff: WidthField = None
     num_layers: PositiveCount = None
-    num_heads: PositiveCount = None
+    num_heads: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | StageCounts = None
     relative_attention_num_buckets: PositiveCount = None
     relative_attention_max_distance: LengthField = None
     layer_norm_epsilon: PositiveFloat = None
     feed_forward_proj: Text = None
+    # BART
+    encoder_layers: PositiveCount = None
+    encoder_attention_heads: PositiveCount = None
+    encoder_ffn_dim: WidthField = None
+    decoder_layers: PositiveCount = None
+    decoder_attention_heads: PositiveCount = None
+    decoder_ffn_dim: WidthField = None
+    activation_function: Text = None
+    scale_embedding: Flag = None
     # towers
+    depths: StageCounts = None
+    dim_embed: StageWidths = None
+    num_groups: StageCounts | Annotated[int, Meta(ge=1, le=MAX_COUNT)] = None
+    patch_stride: StageCounts = None
+    patch_padding: list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]] | None = None
+    patch_prenorm: list[bool] | None = None
+    in_channels: WidthField = None
     num_channels: WidthField = None
     image_size: ImageSizeField = None
     patch_size: ImageSizeField = None

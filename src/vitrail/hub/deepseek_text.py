@@ -89,6 +89,7 @@ V2_ROUTING: HFConfig = {"topk_method": "greedy", "scoring_func": "softmax"}
 V3_ROUTING: HFConfig = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SCORING_FUNCTIONS = ("softmax", "sigmoid")
+DEFAULT_AUX_LOSS = 0.001  # of the config classes in DeepSeek's repositories; transformers has none
 LATENT_EPS = 1e-6  # of the norms of the latents; fixed, not part of the config
 LATENT_KEYS = LatentConfig.__struct_fields__
 FURTHER_LAYER = "model.layers.61."  # of DeepSeek-V3, which predicts further tokens
@@ -125,7 +126,18 @@ def read_experts(hf_config: HFConfig, routing: HFConfig) -> MoEConfig:
         group_score="best" if method == "group_limited_greedy" else "two_best",
         weight_scale=float(hf_config["routed_scaling_factor"]),
         activation=read_gated_mlp(hf_config).activation,
+        router_aux_loss_coef=_read_aux_loss(hf_config),
     )
+
+
+def _read_aux_loss(hf_config: HFConfig) -> float:
+    """Read the weight of the load-balancing loss.
+
+    Under an even load, DeepSeek's loss is 1, and ours `experts_per_token`. `seq_aux` is not used: the loss is that of
+    all tokens together.
+    """
+    alpha = hf_config.get("aux_loss_alpha")
+    return (DEFAULT_AUX_LOSS if alpha is None else alpha) / require_key(hf_config, "num_experts_per_tok")
 
 
 def read_dense_layers(hf_config: HFConfig) -> HFConfig:
@@ -155,6 +167,7 @@ def write_experts(config: DecoderConfig) -> HFConfig:
         "topk_group": experts.top_groups,
         "first_k_dense_replace": num_dense,
         "norm_topk_prob": experts.renormalize,
+        "aux_loss_alpha": round(experts.router_aux_loss_coef * experts.experts_per_token, 9),
     }
 
 

@@ -37,6 +37,7 @@ from vitrail.hub.safetensors_files import SafetensorsWeights, read_json, write_j
 from vitrail.hub.single_file import SingleFileWeights, read_single_file_tokenizer
 from vitrail.hub.stored_tensors import check_stored_tensors
 from vitrail.hub.tensor_rules import TensorRule, add_prefix
+from vitrail.hub.tiktoken_tokenizer import has_tiktoken_tokenizer, read_tiktoken_tokenizer
 from vitrail.nn import RotaryEmbedding
 from vitrail.nn.mlp import MoE
 from vitrail.nn.parameters import find_nonfinite, place_loaded_parameter
@@ -106,6 +107,8 @@ def from_hf(path_or_id: str | Path, *, dtype: torch.dtype | None = None, device:
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint that `load` loads."""
     path = resolve_path(name_or_path)
+    if has_tiktoken_tokenizer(path):
+        return read_tiktoken_tokenizer(path)
     own_tokenizer = read_single_file_tokenizer(path) if path.is_file() else None
     if own_tokenizer is not None or not (path / NATIVE_CONFIG_FILE).is_file() or (path / TOKENIZER_FILE).is_file():
         return Tokenizer.load(path) if own_tokenizer is None else own_tokenizer

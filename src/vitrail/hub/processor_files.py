@@ -135,7 +135,10 @@ def _write_special_tokens(folder: Path, chat: ChatConfig, vision_tokens: VisionT
         "eos": list(dict.fromkeys(ends)) or None,
         "pad": pad and tokenizer.token_to_id(pad),
     }
-    _update_json(folder / GENERATION_FILE, {f"{role}_token_id": id for role, id in ids.items() if id is not None})
+    settings = {f"{role}_token_id": id for role, id in ids.items()}
+    roles = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    settings |= {key: roles[role] for key, role in chat.generation_tokens.items()}
+    _update_json(folder / GENERATION_FILE, {key: id for key, id in settings.items() if id is not None})
 
 
 def _write_chat_template(

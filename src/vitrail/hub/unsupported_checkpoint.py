@@ -50,7 +50,7 @@ def build_unsupported_error(
             "add the model_type of the original config, or give the folder of a checkpoint",
         )
     suffix = f" ({architectures[0]})" if architectures else ""
-    if hf_config.get("is_encoder_decoder"):  # such as Florence-2 and BART
+    if hf_config.get("is_encoder_decoder"):  # such as BART
         kind, names = _list_candidates(hf_config, families)
         return CheckpointError(
             f"{file} is the encoder-decoder model {hf_config[key]!r}{suffix}, which is not supported",

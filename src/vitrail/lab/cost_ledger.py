@@ -41,6 +41,7 @@ from vitrail.lab.partial_models import UnifiedReadingModel, WorldDynamicsModel
 from vitrail.models.contrastive_model import ContrastiveConfig, ContrastiveModel
 from vitrail.models.cross_attention_vlm import CrossAttentionVLM, CrossAttentionVLMConfig
 from vitrail.models.detector import Detector, DetectorConfig
+from vitrail.models.encoder_decoder_vlm import EncoderDecoderVLM, EncoderDecoderVLMConfig
 from vitrail.models.genie_model import GenieConfig
 from vitrail.models.presets import ALL_VLM_PRESETS
 from vitrail.models.safety_checker import SafetyChecker, SafetyCheckerConfig
@@ -265,6 +266,9 @@ MODEL_KINDS: dict[type[Config], ModelKind] = {
         ContrastiveModel, "pair", lambda config, _: config.image.grid_size**2, _batch_workload
     ),
     VLMConfig: ModelKind(VLM, "question", _count_vlm_tokens, _question_workload, _question_decode_workload),
+    EncoderDecoderVLMConfig: ModelKind(
+        EncoderDecoderVLM, "question", _count_vlm_tokens, _question_workload, _question_decode_workload
+    ),
     UnifiedConfig: ModelKind(
         UnifiedReadingModel,
         "question",

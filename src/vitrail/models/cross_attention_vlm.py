@@ -34,7 +34,7 @@ from vitrail.processing.image_loading import NORMALIZATIONS, to_pixel_values
 from vitrail.processing.mllama_canvas import CanvasPolicy
 from vitrail.processing.resolution_policies import AnyResolutionPolicy, NaivePolicy
 from vitrail.registry import MODELS
-from vitrail.stream import PackedBatch, RowPart, RowTemplate, build_row_template, build_rows, image_part
+from vitrail.stream import PackedBatch, RowPart, RowTemplate, Stream, build_row_template, build_rows, image_part
 
 
 class CrossAttentionVLMConfig(Config):
@@ -242,6 +242,10 @@ class CrossAttentionVLM(nn.Module):
 
     def forward(self, batch: PackedBatch, images: ImageViews | None = None) -> Tensor:
         return self.decoder.compute_logits(self.forward_hidden(batch, images))
+
+    def find_next_position(self, stream: Stream) -> int:
+        """Return the position of the token that the decoder generates after a stream."""
+        return int(stream.positions.max()) + 1
 
     # ---- rows of one shape --------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from vitrail.stream import (
     TOKEN_KINDS,
     PackedBatch,
     RowTemplate,
+    Stream,
     TemplateRows,
     build_row_template,
     build_stream,
@@ -190,6 +191,10 @@ class VLM(VLMVisionModel):
         self, batch: PackedBatch, images: VisionInputs | None = None, videos: VisionInputs | None = None
     ) -> Tensor:
         return self.decoder.compute_logits(self.forward_hidden(batch, images, videos))
+
+    def find_next_position(self, stream: Stream) -> int:
+        """Return the position of the token that the decoder generates after a stream."""
+        return int(stream.positions.max()) + 1
 
     # ---- rows of one shape --------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from vitrail.backbones.fusion import CrossAttentionFusionConfig, DeepStackConfig
+from vitrail.backbones.fusion import DeepStackConfig
 from vitrail.connectors import FusedQueryConfig
 from vitrail.connectors.feature_reduction import check_scores_readable
 from vitrail.encoders.layer_selection import resolve_depth
@@ -41,11 +41,7 @@ def check_vlm_config(config: "VLMConfig") -> None:
             "connector is a fused query connector, which needs another connector before it",
             "set it as `queries`, and choose another connector",
         )
-    if isinstance(config.decoder.fusion, CrossAttentionFusionConfig):
-        raise ConfigError(
-            "decoder.fusion is cross-attention, which does not take images as tokens of the stream",
-            'use the model kind = "cross-attention-vlm"',
-        )
+    config.check_fusion()
     _check_video_sampling(config)
     if config.temporal_pooling > 1 and not isinstance(config.tower, PackedViTConfig):
         raise ConfigError(

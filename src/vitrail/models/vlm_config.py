@@ -6,6 +6,7 @@ Shapes: D width of the tower, W width of the decoder.
 from typing import Any, Literal, Self, TypeAlias
 
 from vitrail.backbones.decoder import DecoderConfig
+from vitrail.backbones.fusion import CrossAttentionFusionConfig
 from vitrail.config import Config, PositiveInt
 from vitrail.connectors import AnyConnectorConfig, FusedQueryConfig
 from vitrail.connectors.feature_layout import count_features
@@ -95,6 +96,14 @@ class VLMConfig(Config):
 
     def __post_init__(self) -> None:
         check_vlm_config(self)
+
+    def check_fusion(self) -> None:
+        """Raise if images do not reach the decoder as tokens."""
+        if isinstance(self.decoder.fusion, CrossAttentionFusionConfig):
+            raise ConfigError(
+                "decoder.fusion is cross-attention, which does not take images as tokens of the stream",
+                'use the model kind = "cross-attention-vlm"',
+            )
 
     @property
     def width(self) -> int:

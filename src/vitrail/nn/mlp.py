@@ -201,6 +201,7 @@ class MoE(nn.Module):
         self.router_scale = nn.Parameter(torch.ones(width)) if kind else None
         self.expert_scale = nn.Parameter(torch.ones(E)) if kind else None
         self.balancing_loss: Tensor | None = None
+        self.token_mask: Tensor | None = None  # which tokens of a batch are not padding; all if None
 
     def select_experts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select experts for x (N, W): probabilities (N, E), weights (N, A) and indices (N, A) of the experts."""
@@ -237,7 +238,7 @@ class MoE(nn.Module):
         flat = x.flatten(0, -2)  # (N, W)
         probabilities, weights, expert_indices = self.select_experts(flat)
         if self.training:
-            self.balancing_loss = load_balancing_loss(probabilities, expert_indices)
+            self.balancing_loss = load_balancing_loss(probabilities, expert_indices, self.token_mask)
         # Sort the (token, expert) pairs by expert, so that each expert's tokens are contiguous.
         order = expert_indices.flatten().argsort(stable=True)  # (N·A,)
         token = order // self.config.experts_per_token
@@ -274,11 +275,20 @@ def _count(expert_indices: Tensor, experts: int) -> Tensor:
     return torch.zeros(experts, dtype=torch.long, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
 
 
-def load_balancing_loss(probabilities: Tensor, expert_indices: Tensor) -> Tensor:
-    """E · Σₑ (fraction of selections of e) · (mean probability of e): A under an even load, larger otherwise."""
-    E = probabilities.shape[-1]
-    load = _count(expert_indices, E).to(probabilities.dtype) / len(expert_indices)
-    return E * (load * probabilities.mean(0)).sum()
+def load_balancing_loss(probabilities: Tensor, expert_indices: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """E · Σₑ (fraction of selections of e) · (mean probability of e): A under an even load, larger otherwise.
+
+    Tokens outside of `token_mask` (N, or of any shape with N elements) are padding and do not count.
+    """
+    N, E = probabilities.shape
+    if token_mask is None:
+        load = _count(expert_indices, E).to(probabilities.dtype) / N
+        return E * (load * probabilities.mean(0)).sum()
+    weights = token_mask.flatten().to(probabilities)
+    weights = weights / weights.sum()
+    each = weights[:, None].expand_as(expert_indices).flatten()
+    load = torch.zeros(E, dtype=probabilities.dtype, device=each.device).scatter_add(0, expert_indices.flatten(), each)
+    return E * (load * (weights @ probabilities)).sum()
 
 
 def pop_load_balancing_losses(model: nn.Module) -> list[Tensor]:

@@ -66,7 +66,7 @@ def build_training_chat_format(model: VLM, tokenizer: Tokenizer, preset_name: st
 
     Returns None if there is no template, or if the tokenizer lacks special tokens of the family's template.
     """
-    chat_config = find_chat_config(VLM, model.config)
+    chat_config = find_chat_config(type(model), model.config)
     template = select_template(model.config, tokenizer, chat_config, preset_name)
     is_default = preset_name is None and tokenizer.chat_template is None
     if template is None or (is_default and template.find_missing_tokens(PROBE_MESSAGES, tokenizer)):

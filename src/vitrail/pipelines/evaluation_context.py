@@ -32,7 +32,8 @@ from vitrail.pipelines.unified import UnifiedPipeline
 from vitrail.processing.image_preprocessor import ImagePreprocessor
 
 BLANK_IMAGE = Image.new("RGB", (64, 64), "grey")  # a unified model needs an image, so its blind baseline uses this one
-LANGUAGE_MODELS = ("decoder", "vlm", "cross-attention-vlm", "unified")  # kinds of models that have a decoder
+# Kinds of models that have a decoder.
+LANGUAGE_MODELS = ("decoder", "vlm", "cross-attention-vlm", "encoder-decoder-vlm", "unified")
 
 P = TypeVar("P", bound=Pipeline)
 

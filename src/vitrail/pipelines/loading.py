@@ -16,6 +16,7 @@ PIPELINES: dict[str, str] = {
     "unified": "vitrail.pipelines.unified:UnifiedPipeline",
     "vlm": "vitrail.pipelines.chat:ChatPipeline",
     "cross-attention-vlm": "vitrail.pipelines.chat:ChatPipeline",
+    "encoder-decoder-vlm": "vitrail.pipelines.chat:ChatPipeline",
     "genie": "vitrail.pipelines.world:WorldPipeline",
     "contrastive": "vitrail.pipelines.embedding:EmbeddingPipeline",
     "qlip": "vitrail.pipelines.embedding:EmbeddingPipeline",
@@ -90,7 +91,7 @@ def find_model_kind(name_or_path: str | Path) -> str:
 
 def is_vlm(name_or_path: str | Path) -> bool:
     """Whether a checkpoint is a vision-language model. Reads the config only, no weights."""
-    return find_model_kind(name_or_path) in ("vlm", "cross-attention-vlm")
+    return find_model_kind(name_or_path) in ("vlm", "cross-attention-vlm", "encoder-decoder-vlm")
 
 
 def is_world_model(name_or_path: str | Path) -> bool:

@@ -1,8 +1,9 @@
 """Chat template presets, as used to train released models. Their sources are the files of `chat_templates/`.
 
 `ended` ends every turn with the EOS token and does not mark roles. In `idefics`, adjacent images share the boundary
-tokens between them. In `blip-2`, `fuyu` and `paligemma`, images come first, even before the BOS token, in `molmo` after
-it, which is the EOS token if the tokenizer has none. In `gemma`, the processor of Gemma 3 writes the image tokens at
+tokens between them. In `blip-2`, `florence2`, `fuyu` and `paligemma`, images come first, even before the BOS token, in
+`molmo` after it, which is the EOS token if the tokenizer has none. `florence2` replaces task names, such as <OD>, and
+ends with the first tokens of the answer. In `gemma`, the processor of Gemma 3 writes the image tokens at
 <start_of_image>. In `phi-3-vision`, the BOS token follows each image, because the processor encodes the texts between
 images one by one.
 """
@@ -129,6 +130,7 @@ PRESETS = {
         _read_turns("molmo"), (), {"image": "<im_patch>", "bos_token": "", "eos_token": "<|endoftext|>"}
     ),
     "fuyu": ChatTemplatePreset(_read_turns("fuyu"), (), {"image": "|SPEAKER|", "eos_token": "|ENDOFTEXT|"}),
+    "florence2": ChatTemplatePreset(_read_turns("florence2"), (), {"image": "<image>"} | _LLAMA_TOKENS),
     "paligemma": ChatTemplatePreset(
         _read_turns("paligemma"), (), {"image": "<image>", "bos_token": "<bos>", "eos_token": "<eos>"}
     ),

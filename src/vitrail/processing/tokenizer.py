@@ -4,6 +4,7 @@ A typed wrapper around the `tokenizers` library. It adds errors that name the fi
 in untrusted text, offsets suitable for loss masks, and an exact streaming decoder.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
@@ -19,8 +20,8 @@ from vitrail.processing.tokenizer_files import (
     TEMPLATE_FOLDER,
     ChatTemplates,
     describe_invalid_tokenizer,
+    find_model_tokens,
     format_json,
-    list_vocabulary_tokens,
     read_bytes,
     read_json,
     read_tokenizer_files,
@@ -98,8 +99,11 @@ class Tokenizer:
         if file.name != "tokenizer.json":
             return cls(rust)
         found = read_tokenizer_files(file.parent)
+        tokens = find_model_tokens(file.parent)
+        if tokens.text:
+            rust = _add_text_tokens(rust, tokens.text, tokens.added)
         loaded = cls(rust, found.named_special_tokens, found.chat_templates, found.stop_ids)
-        loaded.add_special_tokens([t for t in list_vocabulary_tokens(file.parent) if rust.token_to_id(t) is not None])
+        loaded.add_special_tokens([token for token in tokens.special if rust.token_to_id(token) is not None])
         return loaded
 
     @classmethod
@@ -223,8 +227,8 @@ class Tokenizer:
         if byte := _BYTE_PIECE.fullmatch(token):
             return f"⟨{byte[1]}⟩"
         if token not in self._added:
-            if isinstance(self._rust.decoder, decoders.ByteLevel) and all(char in _BYTE_OF for char in token):
-                data = bytes(_BYTE_OF[char] for char in token)
+            if isinstance(self._rust.decoder, decoders.ByteLevel) and all(char in BYTE_OF_CHAR for char in token):
+                data = bytes(BYTE_OF_CHAR[char] for char in token)
                 token = data.decode(errors="replace")
                 if "�" in token:
                     return _format_bytes(data)
@@ -429,11 +433,23 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(_BYTE_ALPHABET_SIZE + n): byte for n, byte in enumerate(rest)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF_CHAR = _byte_alphabet()
 
 
 def _format_bytes(data: bytes) -> str:
     return f"⟨{data.hex(' ').upper()}⟩"
+
+
+def _add_text_tokens(rust: tokenizers.Tokenizer, text: Sequence[str], special: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer in which tokens of texts are not special. If it lacks them, add them and special tokens."""
+    if rust.token_to_id(text[0]) is None:
+        rust.add_tokens([AddedToken(token, special=False, normalized=False) for token in text])
+        rust.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        return rust
+    content = json.loads(rust.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in text
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
 def _make_stand_in(token: AddedToken, anchor: str) -> AddedToken:

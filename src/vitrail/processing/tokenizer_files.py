@@ -15,8 +15,38 @@ SPECIAL_TOKEN_ROLES = ("bos", "eos", "unk", "pad")  # roles of special tokens, i
 
 
 FUYU_IMAGE_TOKEN, FUYU_NEWLINE_TOKEN = "|SPEAKER|", "|NEWLINE|"
-VOCABULARY_TOKENS = {"fuyu": (FUYU_IMAGE_TOKEN, FUYU_NEWLINE_TOKEN, "<s>", "<0x04>")}
-"""Tokens of prompts that the tokenizers of released models do not list as special, by model_type."""
+FLORENCE2_TOKENS = (
+    *("<od>", "</od>", "<ocr>", "</ocr>", *(f"<loc_{place}>" for place in range(1000))),
+    *("<cap>", "</cap>", "<ncap>", "</ncap>", "<dcap>", "</dcap>", "<grounding>", "</grounding>", "<seg>", "</seg>"),
+    *("<sep>", "<region_cap>", "</region_cap>", "<region_to_desciption>", "</region_to_desciption>"),  # as released
+    *("<proposal>", "</proposal>", "<poly>", "</poly>", "<and>"),
+)
+
+
+class ModelTokens(NamedTuple):
+    """Tokens of a model that its tokenizer's files do not describe.
+
+    special        tokens of prompts that the files do not list as special
+    text           tokens of texts and answers, though the files may list them as special
+    added          special tokens that are added after those of texts if the files lack these
+    roles          special tokens of the roles bos, eos, unk and pad, if the files name none
+    """
+
+    special: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    roles: dict[str, str] = {}
+
+
+MODEL_TOKENS = {
+    "fuyu": ModelTokens(special=(FUYU_IMAGE_TOKEN, FUYU_NEWLINE_TOKEN, "<s>", "<0x04>")),
+    "florence2": ModelTokens(
+        text=FLORENCE2_TOKENS,
+        added=("<image>",),
+        roles={"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
+    ),
+}
+"""By model_type."""
 
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder of the chat templates besides the default one, as in transformers."""
@@ -43,7 +73,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read the tokenizer files of a model folder. Every file is optional."""
     config = read_json(folder / "tokenizer_config.json")
     names = read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-    named = {}
+    named = dict(find_model_tokens(folder).roles)
     for role in SPECIAL_TOKEN_ROLES:
         token = names.get(f"{role}_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -63,9 +93,9 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
     return tokens | read_json(folder / "added_tokens.json")
 
 
-def list_vocabulary_tokens(folder: Path) -> tuple[str, ...]:
-    """List the tokens that prompts of a model contain, though its tokenizer does not list them as special."""
-    return VOCABULARY_TOKENS.get(str(read_json(folder / "config.json").get("model_type")), ())
+def find_model_tokens(folder: Path) -> ModelTokens:
+    """Return the tokens of the model that a folder's config.json names."""
+    return MODEL_TOKENS.get(str(read_json(folder / "config.json").get("model_type")), ModelTokens())
 
 
 def _read_stop_ids(folder: Path) -> tuple[int, ...]:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 
 from vitrail.config import Config, PositiveInt, WorkerCount
-from vitrail.data.conversations import ConversationsConfig, ConversationSource
+from vitrail.data.conversations import CAPTION_PROMPT, ConversationsConfig, ConversationSource
 from vitrail.data.sampler import MixtureConfig
+from vitrail.data.shards.shard_paths import is_shards
+from vitrail.data.shards.shard_source import ShardConversationSource, ShardSourceConfig
 from vitrail.devices import resolve_device
 from vitrail.errors import ConfigError
 from vitrail.hub.checkpoint_family import ADAPTER_CONFIG_FILE
@@ -45,9 +47,10 @@ class FinetuneConfig(Config):
     """Settings of a fine-tuning.
 
     model           a checkpoint of a vision-language model
-    data            conversations: a file or folder of any format with turns
+    data            a file or folder of any format with turns or captions, or WebDataset shards with these
     data_format     its format; detected if not given
     image_folder    folder of images and videos; the folder of the file if not given
+    caption_prompt  question about an image or video that has a caption instead of turns
     method          lora: adapters; full: all weights; qlora: adapters over frozen weights of 4 bits (NF4), with 8-bit
                     optimizer state
     rank, alpha     of the adapters
@@ -65,6 +68,7 @@ class FinetuneConfig(Config):
     data: str
     data_format: str | None = None
     image_folder: str | None = None
+    caption_prompt: str = CAPTION_PROMPT
     method: Literal["lora", "full", "qlora"] = "lora"
     rank: PositiveInt = 16
     alpha: float = 32.0
@@ -103,8 +107,11 @@ class FinetunePlan:
                 "give the checkpoint of a vision-language model with a decoder, or write a recipe (vitrail train)",
             )
         self.model: VLM = build_on_meta_device(found)  # type: ignore[assignment]
-        source = ConversationsConfig(path=config.data, format=config.data_format, image_folder=config.image_folder)
-        self.source = ConversationSource(source, SOURCE)
+        source = self._choose_source()
+        if isinstance(source, ShardSourceConfig):
+            self.source = ShardConversationSource(source, SOURCE)
+        else:
+            self.source = ConversationSource(source, SOURCE)
         self.recipe = self._build_recipe(source)
         if self.recipe.lora is not None:
             add_lora(self.model, self.recipe.lora)
@@ -119,7 +126,23 @@ class FinetunePlan:
     def stage(self) -> StageConfig:
         return self.recipe.stages[0]
 
-    def _build_recipe(self, source: ConversationsConfig) -> Recipe:
+    def _choose_source(self) -> ConversationsConfig | ShardSourceConfig:
+        config = self.config
+        if is_shards(config.data):
+            if config.data_format or config.image_folder:
+                raise ConfigError(
+                    f"{config.data} are shards, which hold their images and have one format",
+                    "remove data_format and image_folder",
+                )
+            return ShardSourceConfig(paths=config.data, contents="conversations", caption_prompt=config.caption_prompt)
+        return ConversationsConfig(
+            path=config.data,
+            format=config.data_format,
+            image_folder=config.image_folder,
+            caption_prompt=config.caption_prompt,
+        )
+
+    def _build_recipe(self, source: ConversationsConfig | ShardSourceConfig) -> Recipe:
         config, context = self.config, self.model.config.decoder.context_length  # type: ignore[union-attr]
         steps = config.steps or math.ceil(len(self.source) * config.epochs / config.batch_size)
         groups = tuple(ParamGroupConfig(part=part, lr=rate) for part, rate in config.part_lrs.items())
@@ -205,7 +228,9 @@ class FinetunePlan:
             lora = self.recipe.lora
             base = ", over NF4 weights" if lora.quantization is not None else ""
             yield f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}{base}, on {', '.join(lora.target_modules)}"
-        yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.samples.format_name})"
+        yield f"data: {len(self.source):,} conversations of {self.config.data} ({self.source.format_name})"
+        if (report := self.source.report()) and report.faults:
+            yield f"unreadable so far: {len(report.faults):,}, such as {report.faults[0]}"
         yield f"steps: {stage.steps:,} of {stage.batch_size:,} conversations, {stage.dtype}"
         yield "memory: " + format_si(sum(memory.values()), "B") + " (estimate)"
         for name, size in memory.items():

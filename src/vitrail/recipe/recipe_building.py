@@ -33,7 +33,7 @@ def open_sources(recipe: Recipe, tokenizer: Tokenizer | None = None) -> SourceMa
     return {
         name: spec.open_source(config, SourceContext(name, tokenizer, shared))
         for name, config in recipe.sources.items()
-        if (spec := get_source_spec(config)).needs_tokenizer == (tokenizer is not None)
+        if (spec := get_source_spec(config)).needs_tokenizer(config) == (tokenizer is not None)
     }
 
 

@@ -150,7 +150,9 @@ class Recipe(Config):
                             f"stages.{i}.{key} names {source!r}, which is not a source",
                             suggest_name(source, self.sources),
                         )
-                    if not set(kind.source_contents) & set(get_source_spec(self.sources[source]).contents):
+                    if not set(kind.source_contents) & set(
+                        get_source_spec(self.sources[source]).get_contents(self.sources[source])
+                    ):
                         kinds = [
                             k for k, spec in DATA_SOURCES.items() if set(kind.source_contents) & set(spec.contents)
                         ]
@@ -158,8 +160,10 @@ class Recipe(Config):
                             f"stages.{i}.{key} names {source!r}, which the task {stage.task!r} does not support",
                             f"use sources of kind {' or '.join(kinds)}",
                         )
-        if self.tokenizer is None and any(get_source_spec(source).needs_tokenizer for source in self.sources.values()):
-            raise ConfigError(f"recipe {self.name!r} has a text source but no tokenizer", "add a [tokenizer] table")
+        if self.tokenizer is None and any(
+            get_source_spec(source).needs_tokenizer(source) for source in self.sources.values()
+        ):
+            raise ConfigError(f"recipe {self.name!r} has a source of texts but no tokenizer", "add a [tokenizer] table")
         if self.model.kind not in MODELS:
             remedy = suggest_name(self.model.kind, MODELS, MODELS.describe())
             raise ConfigError(f"model.kind: there is no model kind {self.model.kind!r}", remedy)

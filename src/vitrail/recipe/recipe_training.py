@@ -85,7 +85,10 @@ def train_recipe(
             )
             chat_tokenizer = getattr(task, "chat_tokenizer", chat_tokenizer)
             trainer = Trainer(stage, task, sources, out / stage.name, **options)
-            trainer.train()
+            try:
+                trainer.train()
+            finally:
+                report_skipped(sources, out / stage.name)
             if distributed.get_world_size() > 1:
                 masters = trainer.optimizer.master_weights()
                 if stage is not stages[-1]:  # the next stage shards the weights again
@@ -121,6 +124,16 @@ def _open_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, d
     opened = sources_without_text | ({} if tokenizer is None else open_sources(recipe, tokenizer))
     sources = {name: opened[name] for name in recipe.sources}
     return tokenizer, sources, describe_run(recipe, sources)
+
+
+def report_skipped(sources: SourceMap, folder: Path) -> None:
+    """Write which samples this process and its data workers could not read, to stderr and to FOLDER/skipped.txt."""
+    reports = {name: source.report() for name, source in sources.items() if hasattr(source, "report")}
+    lines = [f"{name}: {report}" for name, report in reports.items() if report and (report.faults or report.num_cut)]
+    if lines:
+        sys.stderr.write("".join(f"{line.splitlines()[0]}\n" for line in lines))
+        rank = distributed.get_rank()
+        (folder / ("skipped.txt" if rank == 0 else f"skipped-{rank}.txt")).write_text("\n".join(lines) + "\n")
 
 
 def _prepare_run(recipe: Recipe, out: Path) -> tuple[Tokenizer | None, SourceMap, dict[str, Any]]:

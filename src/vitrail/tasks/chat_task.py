@@ -361,6 +361,7 @@ class ChatTask:
         return {name: num_terms[name] for name in self._sample_losses} | self.balance.count_loss_terms()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        self.balance.exclude_padding(batch["segments"] >= 0)
         hidden = self.model.forward_hidden(*self._unpack_batch(batch))
         losses = {"answers": self._answer_loss(hidden, batch["targets"]), "cut": batch["cut"].float().sum()}
         return {name: losses[name] for name in self._sample_losses} | self.balance.pop_losses()

@@ -68,8 +68,6 @@ class ContrastiveTask(ImageTextTask):
                 f"the tokenizer's is {tokenizer.eos_token_id}",
                 f"set model.config.text.eos_token_id to {tokenizer.eos_token_id}",
             )
-        if settings.swap_negatives and not any(isinstance(source, SceneSource) for source in sources.values()):
-            raise ConfigError("swap_negatives needs scenes, but the stage has none", "add a scene source")
         text, width = model.config.text, model.config.width
         if any(prefix >= width for prefix in settings.matryoshka_widths):
             raise ConfigError(
@@ -94,6 +92,11 @@ class ContrastiveTask(ImageTextTask):
             swap_negatives=settings.swap_negatives,
             second_captions=settings.text_text_weight > 0,
         )
+        if settings.swap_negatives and not any(source.has_negatives for source in self.captions.values()):
+            raise ConfigError(
+                "swap_negatives needs scenes or pairs, but the stage has none",
+                'add a scene source, or shards with contents = "pairs"',
+            )
 
     def count_flops(self, batch: Batch) -> int:
         """FLOPs of a forward pass, including second captions and negative captions.
@@ -103,7 +106,7 @@ class ContrastiveTask(ImageTextTask):
         B = self.count_loss_terms(batch)["pairs"]
         extra_texts = B if self.settings.text_text_weight else 0
         if self.settings.swap_negatives:
-            extra_texts += sum(len(index) for name, index in batch.items() if self.captions[name].concepts is None)
+            extra_texts += sum(len(index) for name, index in batch.items() if self.captions[name].has_negatives)
         text = self.model.text
         counts, side = self.input_shape.patch_counts, None
         if counts:

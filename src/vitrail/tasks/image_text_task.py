@@ -112,7 +112,9 @@ class ImageTextTask(ImageTask):
             )
             positives.append(self._token_ids(name, pair.captions))
             concepts = self._tables_on(index.device, name)[1]
-            positive_labels.append(hash_texts(positives[-1]) if source.concepts is None else concepts[index])
+            positive_labels.append(
+                hash_texts(positives[-1]) if source.concepts is None else concepts[source.concept_rows(index)]
+            )
             if self.second_captions:
                 seconds.append(self._token_ids(name, source.resample_captions(index, randomize=training)))
             if pair.negative_captions is not None:

@@ -91,3 +91,14 @@ def test_json_lines_roles_and_repeated_ids(tmp_path):
     path.write_text(json.dumps([{"conversations": [{"from": "robot", "value": "beep"}]}]))
     with pytest.raises(DataError, match="unknown speaker 'robot'"):
         open_dataset("llava", path)
+
+
+def test_a_system_message_beside_the_turns(tmp_path):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    for name, row in (("llava", {"conversations": turns}), ("messages", {"messages": messages})):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps([row | {"system": "Be brief."}, row | {"system": ""}]))
+        first, second = open_dataset(name, path)
+        assert [(turn.role, turn.text) for turn in first.turns[:2]] == [("system", "Be brief."), ("user", "Hi")]
+        assert [turn.role for turn in second.turns] == ["user", "assistant"]

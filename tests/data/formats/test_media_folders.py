@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from PIL import Image
 
 from vitrail.data.formats import open_dataset
 from vitrail.errors import DataError
@@ -106,3 +107,22 @@ def test_empty_and_missing_folders(tmp_path):
         open_dataset("images", tmp_path)
     with pytest.raises(DataError, match="is not a folder"):
         open_dataset("videos", tmp_path / "nothing")
+
+
+def test_metadata_of_split_folders(tmp_path):
+    """The layout of Hugging Face's imagefolder: names are relative to the metadata file."""
+    for split, name in (("train", "metadata.csv"), ("test", "metadata.jsonl")):
+        (tmp_path / split / "deep").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / split / "deep/a.png")
+        row = {"file_name": "deep/a.png", "text": f"of {split}"}
+        text = json.dumps(row) if name.endswith("l") else "file_name,text\n" + ",".join(row.values())
+        (tmp_path / split / name).write_text(text)
+    samples = open_dataset("images", tmp_path)
+    assert [(sample.id, sample.captions) for sample in samples] == [
+        ("test/deep/a.png", ("of test",)),
+        ("train/deep/a.png", ("of train",)),
+    ]
+    assert samples[1].images[0].samefile(tmp_path / "train/deep/a.png")
+    (tmp_path / "train/metadata.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"train holds both metadata\.jsonl and metadata\.csv"):
+        open_dataset("images", tmp_path)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from vitrail.data.shards import (
     RandomCrop,
+    SampleFault,
     ShardDataset,
-    ShardFault,
     ShardsConfig,
     ShuffledDataset,
     load_batches,
@@ -160,7 +160,7 @@ def test_unreadable_samples_are_replaced_and_reported(broken, made, workers):
     report = shards.report()
     assert (report.num_read, report.num_samples) == (40, 40)
     assert tuple(fault.member for fault in report.faults) == BAD
-    assert {fault.shard for fault in report.faults} == {f"shard-00000{i}.tar" for i in range(3)}
+    assert {fault.file for fault in report.faults} == {f"shard-00000{i}.tar" for i in range(3)}
     assert "UnicodeDecodeError" in report.faults[2].reason and "not an image" in report.faults[0].reason
     assert "read 40 of 40 samples, 4 faults" in str(report) and BAD[1] in str(report)
 
@@ -199,8 +199,8 @@ def test_truncated_shards_count_as_faults(made, tmp_path):
     shards = ShardDataset(config)
     assert 20 < len(shards) < 40
     faults = shards.report().faults
-    assert {fault.shard for fault in faults} == {path.name for path in made.glob("*.tar")}
-    assert all(isinstance(fault, ShardFault) and fault.reason for fault in faults)
+    assert {fault.file for fault in faults} == {path.name for path in made.glob("*.tar")}
+    assert all(isinstance(fault, SampleFault) and fault.reason for fault in faults)
     with pytest.raises(DataError, match="more than the limit"):
         ShardDataset(config.replace(max_faults=3))
 
@@ -217,7 +217,7 @@ def test_changed_shard_is_detected(made, tmp_path):
 def test_dataset_can_be_pickled(made):
     shards = ShardDataset(ShardsConfig(paths=str(made), fields=("txt",)))
     assert shards[7]["txt"] == pickle.loads(pickle.dumps(shards))[7]["txt"]
-    assert shards.sample_states.nonzero()[0].tolist() == [7]
+    assert shards.faults.states.nonzero()[0].tolist() == [7]
 
 
 @pytest.mark.slow

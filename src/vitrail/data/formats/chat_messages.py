@@ -4,6 +4,7 @@ Content is a text, or a list of parts: `{"type": "text", "text": …}` and
 `{"type": "image_url", "image_url": {"url": …}}` with the name of a file or a data URL.
 
 A text may also mark with `<image>` where an image of the key `images` is shown, as ms-swift and LLaMA-Factory write it.
+The key `system` may hold a system message.
 """
 
 import base64
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vitrail.data.formats.data_files import Id, MediaFolder, read_json_rows
-from vitrail.data.formats.llava_conversations import ROLES
-from vitrail.data.formats.sample import ContentPart, Sample, SampleDataset, Turn, show_progress
+from vitrail.data.formats.data_files import Id, MediaFolder
+from vitrail.data.formats.json_rows import build_row_dataset, open_json_rows
+from vitrail.data.formats.llava_conversations import ROLES, build_system_turns
+from vitrail.data.formats.sample import ContentPart, Sample, SampleDataset, Turn
 from vitrail.errors import DataError
 
 _PLACEHOLDER = re.compile(r"\n*<image>\n*")  # line ends next to it belong to the placeholder
@@ -53,6 +55,7 @@ class MessagesRow(msgspec.Struct):
     id: Id | None = None
     images: list[str] | str | None = None
     image: str | None = None
+    system: str | None = None  # a system message, as LLaMA-Factory writes it
 
     def to_sample(self, images: tuple[bytes | Path, ...]) -> Sample:
         """Convert a row of a parquet file."""
@@ -73,7 +76,7 @@ class MessagesRow(msgspec.Struct):
 
     def parse(self) -> "_ParsedRow":
         """Number the images in reading order."""
-        turns, files, numbers = [], list[str | None](), count()
+        turns, files, numbers = build_system_turns(self.system), list[str | None](), count()
         for message in self.messages:
             if message.role not in ROLES:
                 raise DataError(f"unknown role {message.role!r:.80}", f"known: {', '.join(ROLES)}")
@@ -92,7 +95,7 @@ class MessagesRow(msgspec.Struct):
                     if text:
                         parts.append(ContentPart("text", text))
             turns.append(Turn(ROLES[message.role], tuple(parts)))
-        if not turns:
+        if not self.messages:
             raise DataError("it has no turns", "give at least one turn, or remove the sample")
         return _ParsedRow(tuple(turns), files)
 
@@ -103,23 +106,23 @@ class _ParsedRow(NamedTuple):
 
 
 def open_messages(path: Path, folder: MediaFolder) -> SampleDataset:
-    """Open messages as a JSON list or JSON lines. Repeated ids get the number of their row."""
-    rows, names = [], set()
-    for number, row in enumerate(show_progress(read_json_rows(path, MessagesRow), path.name)):
-        name = str(number if row.id is None else row.id)
-        name = f"{name}#{number}" if name in names else name
-        names.add(name)
-        try:
-            shown = sum(file is None for file in row.parse().files)
-            if shown != len(row.listed_files):
-                raise DataError(
-                    f"the text has {shown} × <image>, but the sample names {len(row.listed_files)} images",
-                    "write one placeholder for each file, where it is shown",
-                )
-        except DataError as error:  # on opening, not during training
-            raise DataError(f"{path}, sample {number} ({name:.80}): {error.problem}", error.remedy) from None
-        rows.append((name, row))
-    return SampleDataset("messages", path, rows, partial(_make_sample, folder))
+    """Open messages as a JSON list or JSON lines."""
+    rows = open_json_rows(path, MessagesRow)
+    return build_row_dataset("messages", path, rows, _find_problem, partial(_make_sample, folder))
+
+
+def _find_problem(row: MessagesRow) -> tuple[str, str] | None:
+    """Return what is wrong with a row, and the remedy."""
+    try:
+        shown = sum(file is None for file in row.parse().files)
+    except DataError as error:
+        return error.problem, error.remedy
+    if shown != len(row.listed_files):
+        return (
+            f"the text has {shown} × <image>, but the sample names {len(row.listed_files)} images",
+            "write one placeholder for each file, where it is shown",
+        )
+    return None
 
 
 def _make_sample(folder: MediaFolder, named_row: tuple[str, MessagesRow]) -> Sample:
@@ -145,10 +148,16 @@ class ConversationsRow(msgspec.Struct):
 
     conversations: list["_Turn"]
     id: Id | None = None
+    system: str | None = None
+
+    def to_messages(self) -> MessagesRow:
+        """Convert the turns to messages."""
+        return MessagesRow(
+            [_Message(turn.speaker, turn.value) for turn in self.conversations], self.id, system=self.system
+        )
 
     def to_sample(self, images: tuple[bytes | Path, ...]) -> Sample:
-        messages = [_Message(turn.speaker, turn.value) for turn in self.conversations]
-        return MessagesRow(messages, self.id).to_sample(images)
+        return self.to_messages().to_sample(images)
 
 
 class _Turn(msgspec.Struct, rename={"speaker": "from"}):

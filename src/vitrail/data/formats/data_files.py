@@ -2,6 +2,7 @@
 refused."""
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,8 +18,8 @@ _BAR_BYTES = 100_000_000  # bytes
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a regular file, without a UTF-8 byte order mark."""
+def check_file(path: Path) -> None:
+    """Raise `DataError` if a path is not a regular file."""
     try:
         if path.is_dir():
             raise DataError(f"{path} is a folder", "give the file inside it")
@@ -26,6 +27,14 @@ def read_bytes(path: Path) -> bytes:
             raise DataError(f"{path} does not exist", "check the path and the current folder")
         if not path.is_file():  # a pipe or a device could block, or never end
             raise DataError(f"{path} is not a regular file", "save it to a file first")
+    except (OSError, ValueError) as error:  # no permission, name too long, null byte in the name
+        raise DataError(f"{path!s:.200} cannot be read: {error}", "check the file and its permissions") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a regular file, without a UTF-8 byte order mark."""
+    check_file(path)
+    try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # no permission, name too long, null byte in the name
         raise DataError(f"{path!s:.200} cannot be read: {error}", "check the file and its permissions") from error
@@ -109,7 +118,7 @@ class MediaFolder(NamedTuple):
             raise DataError(f"{who} is a URL, not a file", "download it first")
         try:
             path = self.root / name
-            if not self.allow_outside and not path.resolve().is_relative_to(self.root.resolve()):
+            if not self.allow_outside and not self._is_inside(path):
                 raise DataError(
                     f"{who} leads out of {self.root}",
                     "set allow_outside=True if you trust the file; links count too",
@@ -121,6 +130,19 @@ class MediaFolder(NamedTuple):
         raise DataError(
             f"{who} is not in {self.root}", f"put it there, or give the folder of {media_kind}s as {self.option}=FOLDER"
         )
+
+    def _is_inside(self, path: Path) -> bool:
+        """Whether a path, with all links followed, is in the folder."""
+        root = _resolve(self.root.absolute())
+        is_plain = path.name not in ("", "..") and "\0" not in path.name and not path.is_symlink()
+        if is_plain and _resolve(path.parent.absolute()).is_relative_to(root):
+            return True
+        return path.resolve().is_relative_to(root)
+
+
+@lru_cache(maxsize=1 << 16)  # of folders: a dataset has many files in each
+def _resolve(folder: Path) -> Path:
+    return folder.resolve()
 
 
 def open_media_folder(

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from vitrail.data.formats.data_files import Id, MediaFolder, read_json_rows
-from vitrail.data.formats.sample import ContentPart, Role, Sample, SampleDataset, Turn, show_progress
-from vitrail.errors import DataError
+from vitrail.data.formats.data_files import Id, MediaFolder
+from vitrail.data.formats.json_rows import build_row_dataset, open_json_rows
+from vitrail.data.formats.sample import ContentPart, Role, Sample, SampleDataset, Turn
 
 MediaKind = Literal["image", "video"]
 
@@ -39,6 +39,7 @@ class _Row(msgspec.Struct):
     video: str | list[str] | None = None
     images: str | list[str] | None = None
     videos: str | list[str] | None = None
+    system: str | None = None  # a system message, as LLaMA-Factory writes it
 
     def __post_init__(self) -> None:
         self.image = self.images if self.image is None else self.image
@@ -50,18 +51,7 @@ def open_llava(path: Path, folder: MediaFolder) -> SampleDataset:
 
     LLaVA's own files repeat ids, with several conversations about one image. Repeated ids get `#2`, `#3`, ….
     """
-    rows, names, repeats = [], set(), {}
-    for number, row in enumerate(show_progress(read_json_rows(path, _Row), path.name)):
-        name = str(number if row.id is None else row.id)
-        base_name = name
-        while name in names:
-            repeats[base_name] = repeats.get(base_name, 1) + 1
-            name = f"{base_name}#{repeats[base_name]}"
-        names.add(name)
-        if problem := _find_problem(row):  # check on opening, not during training
-            raise DataError(f"{path}, sample {number} ({name:.80}): {problem[0]}", problem[1])
-        rows.append((name, row))
-    return SampleDataset("llava", path, rows, partial(_sample, folder))
+    return build_row_dataset("llava", path, open_json_rows(path, _Row), _find_problem, partial(_sample, folder))
 
 
 def _sample(folder: MediaFolder, numbered_row: tuple[str, _Row]) -> Sample:
@@ -100,7 +90,7 @@ def _media_kinds(row: _Row) -> dict[str, MediaKind]:
 
 def _parse_turns(row: _Row) -> tuple[Turn, ...]:
     """Parse the turns, and number placeholders in reading order."""
-    media_kinds, turns = _media_kinds(row), []
+    media_kinds, turns = _media_kinds(row), build_system_turns(row.system)
     numbers = {"image": count(), "video": count()}
     for message in row.conversations:
         parts = []
@@ -111,6 +101,11 @@ def _parse_turns(row: _Row) -> tuple[Turn, ...]:
                 parts.append(ContentPart("text", text))
         turns.append(Turn(ROLES[message.speaker], tuple(parts)))
     return tuple(turns)
+
+
+def build_system_turns(text: str | None) -> list[Turn]:
+    """Build the turn of a system message that is stored beside the conversation; none if it is empty."""
+    return [Turn("system", (ContentPart("text", text),))] if text else []
 
 
 def _to_list(names: str | list[str] | None) -> list[str]:

@@ -38,7 +38,8 @@ class _Row(NamedTuple):
 def open_images(path: Path, *, allow_outside: bool = False, with_classes: bool = True) -> SampleDataset:
     """Open a folder of images, in the order of their names.
 
-    With `metadata.jsonl` or `metadata.csv` (column `file_name`), the images listed there. Otherwise all images below
+    With `metadata.jsonl` or `metadata.csv` (column `file_name`) in the folder or in its sub-folders, the images listed
+    there. Otherwise all images below
     the folder: the first sub-folder is the class (`with_classes=False`: no classes), and `x.txt` or `x.json` next to
     `x.jpg` holds captions.
     """
@@ -54,17 +55,25 @@ def _open_folder(kind: str, suffixes: frozenset[str], path: Path, allow_outside:
     if not path.is_dir():
         raise DataError(f"{path} is not a folder", f"give the folder that holds the {kind}")
     folder = MediaFolder(path, allow_outside)
-    metadata_files = [path / name for name in METADATA_FILES if (path / name).is_file()]
-    if len(metadata_files) > 1:
-        raise DataError(f"{path} holds both {' and '.join(METADATA_FILES)}", "keep one of them")
+    metadata_files = _find_metadata_files(path)
     if metadata_files:
-        rows, skipped = _rows_from_metadata(metadata_files[0]), {}
+        rows, skipped = [row for file in metadata_files for row in _rows_from_metadata(file, path)], {}
     else:
         names, others = _list_files(path, allow_outside)
         rows, skipped = _rows_from_names(path, names, others, suffixes, classes)
     labels = sorted({row.label for row in rows if row.label is not None})
     make = partial(_sample, folder, kind == "videos")
     return SampleDataset(kind, path, rows, make, names=labels, skipped=skipped)
+
+
+def _find_metadata_files(path: Path) -> list[Path]:
+    """Find the metadata file of a folder, or those of its sub-folders, such as train and test."""
+    found = [path / name for name in METADATA_FILES if (path / name).is_file()]
+    found = found or sorted(file for name in METADATA_FILES for file in path.glob(f"*/{name}"))
+    for folder in {file.parent for file in found}:
+        if sum(file.parent == folder for file in found) > 1:
+            raise DataError(f"{folder} holds both {' and '.join(METADATA_FILES)}", "keep one of them")
+    return found
 
 
 def _list_files(root: Path, anywhere: bool) -> tuple[list[str], Counter[str]]:
@@ -120,7 +129,8 @@ def _rows_from_names(
     return rows, {what: count for what, count in sorted(skipped.items()) if count}
 
 
-def _rows_from_metadata(path: Path) -> list[_Row]:
+def _rows_from_metadata(path: Path, root: Path) -> list[_Row]:
+    """Read the rows of a metadata file. Its names are relative to its own folder."""
     if path.suffix == ".csv":
         try:
             rows_read: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(read_text(path)), strict=True))
@@ -136,6 +146,8 @@ def _rows_from_metadata(path: Path) -> list[_Row]:
                 f"{path}, row {number}: no file_name, or more cells than columns", "give one file_name in each row"
             )
         label = row.pop("label", None)
+        if path.parent != root:
+            name = f"{path.parent.relative_to(root).as_posix()}/{name}"
         rows.append(_Row(name, None if label is None else str(label), (), row))
     check_unique_ids([row.name for row in rows], path)
     return rows

@@ -12,8 +12,9 @@ import msgspec
 from vitrail.data.formats.chat_messages import open_messages
 from vitrail.data.formats.coco import open_captions, open_instances
 from vitrail.data.formats.compositional_captions import open_aro, open_winoground
-from vitrail.data.formats.data_files import decode_json, open_media_folder, read_bytes
+from vitrail.data.formats.data_files import check_file, decode_json, open_media_folder, read_bytes
 from vitrail.data.formats.hallusion_bench import open_hallusion
+from vitrail.data.formats.json_rows import LARGE_FILE_BYTES, JsonRows
 from vitrail.data.formats.llava_conversations import open_llava
 from vitrail.data.formats.media_folders import IMAGE_SUFFIXES, METADATA_FILES, VIDEO_SUFFIXES, open_images, open_videos
 from vitrail.data.formats.mme import open_mme
@@ -176,6 +177,13 @@ def _file_signatures(path: Path) -> Iterable[str]:
             head = file.readline(1 << 16).decode("utf-8-sig", "replace").strip("\r\n")
         yield from (f"|{column}" for column in head.split("\t"))
         return
+    check_file(path)
+    if path.stat().st_size >= LARGE_FILE_BYTES and path.suffix in (".json", ".jsonl"):
+        with path.open("rb") as file:
+            is_rows = path.suffix == ".jsonl" or file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+        if is_rows:
+            yield from (f"[].{key}" for key in _first_row_keys([JsonRows(path, msgspec.Raw)[0]]))
+            return
     data = read_bytes(path).lstrip()
     if data[:1] == b"[":
         rows = decode_json(data, list[msgspec.Raw], str(path))

@@ -44,14 +44,15 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample of any format. Fields that a format does not have are empty. Images are files, or the bytes of one.
+    """One sample of any format. Fields that a format does not have are empty. Images are files, the bytes of one, or
+    decoded.
 
     `answers` are the ground truth (VQA's ten, the letter of a choice) and are not part of `turns`: a question's turns
     end with the user, so training and evaluation read the same prompt. `metadata` holds what only this format has.
     """
 
     id: str
-    images: tuple[Path | bytes, ...] = ()
+    images: tuple[Path | bytes | Image.Image, ...] = ()
     videos: tuple[Path, ...] = ()
     turns: tuple[Turn, ...] = ()
     answers: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def media(self) -> tuple[Path | bytes, ...]:
+    def media(self) -> tuple[Path | bytes | Image.Image, ...]:
         """Images, then videos."""
         return (*self.images, *self.videos)
 
@@ -109,7 +110,8 @@ class SampleDataset(Sequence[Sample]):
     """A dataset of numbered samples with unique ids.
 
     `rows` are parsed once; `make_sample` turns a row into a `Sample` on access. `names` are the classes or categories.
-    `skipped` counts entries that were found but not read, by reason.
+    `skipped` counts entries that were found but not read, by reason. `lazy_rows` are the `JsonRows` of a large file,
+    whose rows are not checked before they are read.
     """
 
     def __init__(
@@ -121,11 +123,12 @@ class SampleDataset(Sequence[Sample]):
         *,
         names: Sequence[str] = (),
         skipped: Mapping[str, int] | None = None,
+        lazy_rows: Any = None,
     ):
         if not rows:
             raise DataError(f"{path} holds no samples", f"check that the file has the format {format_name}")
         self.format_name, self.path, self.names, self.skipped = format_name, path, tuple(names), dict(skipped or {})
-        self._rows, self._make = rows, make_sample
+        self._rows, self._make, self.lazy_rows = rows, make_sample, lazy_rows
 
     def __len__(self) -> int:
         return len(self._rows)

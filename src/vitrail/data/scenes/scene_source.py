@@ -5,7 +5,7 @@ Shapes: B scenes, O object slots, H × W pixels.
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,10 +80,10 @@ class SceneSourceConfig(Config, tag="scenes", tag_field="kind"):
 
 
 class SceneSample(NamedTuple):
-    """A scene by its source and index."""
+    """A sample by its source and index: a number, or a row of bytes for a source that is read by data workers."""
 
     source: str
-    index: int
+    index: int | Tensor
 
 
 class RenderedScenes(NamedTuple):
@@ -181,14 +181,17 @@ class SceneSource:
 
 
 def group_by_source(samples: Sequence[SceneSample]) -> dict[str, Tensor]:
-    """Group the indices of samples by source name.
+    """Group the indices of samples by source name: numbers (B,), or rows of bytes (B, bytes).
 
     Sources are sorted by name, because a compiled step recompiles for every other order.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[Any]] = {}
     for name, index in samples:
         found.setdefault(name, []).append(index)
-    return {name: torch.tensor(numbers) for name, numbers in sorted(found.items())}
+    return {
+        name: torch.stack(indices) if isinstance(indices[0], Tensor) else torch.tensor(indices)
+        for name, indices in sorted(found.items())
+    }
 
 
 def _open_source(config: SceneSourceConfig, context: SourceContext) -> SceneSource:

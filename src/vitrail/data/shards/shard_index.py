@@ -5,17 +5,21 @@ Shapes: S samples, M members.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
-from vitrail.data.shards.tar import TarFault, TarMember, walk_tar
+from vitrail.data.shards.shard_file import BlockReader, FileState, RemoteFile, ShardFile, get_file_state
+from vitrail.data.shards.tar import ReadAt, TarFault, TarMember, walk_tar
+from vitrail.data.sources.fetch import get_cache_folder
 from vitrail.errors import DataError
 
 INDEX_SUFFIX = ".vidx"
@@ -31,21 +35,10 @@ METADATA_NAME = re.compile(r"__[^/]*__($|/)")
 COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
 
 
-class ShardFault(NamedTuple):
-    """A member or sample that could not be read."""
-
-    shard: str
-    member: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.shard}: {self.member} {self.reason}"
-
-
 class _StoredIndex(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Content of an index file. `state` tells whether it still matches the tar."""
 
-    state: tuple[int, int]
+    state: FileState
     kinds: list[str]
     keys: bytes
     arrays: list[bytes]  # key_ends, first, kind, offset, length
@@ -58,7 +51,7 @@ class ShardIndex:
     """Samples of one shard as arrays: millions of samples need no Python objects, and forked workers share
     the memory."""
 
-    file_state: tuple[int, int]  # size and modification time of the indexed tar
+    file_state: FileState  # size and modification time of the indexed tar
     kinds: tuple[str, ...]
     keys: bytes  # all keys, concatenated
     key_ends: np.ndarray  # (S,) end of each key in `keys`
@@ -84,13 +77,16 @@ class ShardIndex:
         return {self.kinds[k]: (o, n) for k, o, n in zip(kinds, offsets, lengths, strict=True)}
 
 
-def load_index(path: Path) -> ShardIndex:
-    """Load the index of a shard from the file next to it, or build the index and save it there."""
+def load_index(path: ShardFile) -> ShardIndex:
+    """Load the index of a shard, or build and save it: next to the shard, or in the cache folder for a remote one."""
     try:
-        if not path.is_file():  # a pipe would block
+        if isinstance(path, RemoteFile):
+            index_path, state = _get_cached_index_path(path), path.read_state()
+        elif path.is_file():
+            index_path, state = path.with_name(path.name + INDEX_SUFFIX), get_file_state(path.stat())
+        else:  # a pipe would block
             raise DataError(f"{path} is not a file", "give a tar file, a folder of them, or a pattern")
-        index_path = path.with_name(path.name + INDEX_SUFFIX)
-        index = _load_index(index_path, get_file_state(path.stat()))
+        index = _load_index(index_path, state)
         if index is None:
             index = scan_shard(path)
             _save_index(index_path, index)
@@ -99,41 +95,47 @@ def load_index(path: Path) -> ShardIndex:
         raise DataError(f"{path} cannot be read: {error.strerror}", "check the path and its permissions") from error
 
 
-def get_file_state(status: os.stat_result) -> tuple[int, int]:
-    """Return size and modification time of a file."""
-    return status.st_size, status.st_mtime_ns
+def _get_cached_index_path(shard: RemoteFile) -> Path:
+    name = hashlib.sha256(shard.url.encode()).hexdigest()[:16]
+    return get_cache_folder() / "shards" / f"{name}{INDEX_SUFFIX}"
 
 
-def scan_shard(path: Path) -> ShardIndex:
-    """Index a tar by its headers. Samples next to damage may lack members: they are left out and reported."""
+def scan_shard(path: ShardFile) -> ShardIndex:
+    """Index a tar by its headers."""
+    if isinstance(path, RemoteFile):
+        return _scan(path, BlockReader(path), path.read_state())
+    with path.open("rb") as file:
+        return _scan(path, partial(os.pread, file.fileno()), get_file_state(os.fstat(file.fileno())))
+
+
+def _scan(path: ShardFile, read: ReadAt, state: FileState) -> ShardIndex:
+    """Index a tar. Samples next to damage may lack members: they are left out and reported."""
     samples: SampleMembers = []
     faults: list[tuple[str, str]] = []
     # whether damage was just passed; key of the sample that is skipped because of it
     after_damage, skipped_key, ignored = False, None, 0
-    with path.open("rb") as file:
-        _refuse_compressed(path, file.read(6))
-        state = get_file_state(os.fstat(file.fileno()))
-        for entry in walk_tar(file.fileno(), state[0]):
-            if isinstance(entry, TarFault):
-                faults.append((entry.name, entry.reason))
-                if entry.affects_neighbours:
-                    if samples and not after_damage and skipped_key is None:
-                        faults.append((samples.pop()[0], "is next to damage and may lack members"))
-                    after_damage, skipped_key = True, None
-                continue
-            key, kind = _split_name(entry)
-            if not kind:
-                ignored += 1
-                continue
-            if after_damage:
-                after_damage, skipped_key = False, key
-                faults.append((key, "is next to damage and may lack members"))
-            if key == skipped_key:
-                continue
-            skipped_key = None
-            if not samples or samples[-1][0] != key or kind in samples[-1][1]:
-                samples.append((key, {}))
-            samples[-1][1][kind] = (entry.offset, entry.size)
+    _refuse_compressed(path, read(6, 0))
+    for entry in walk_tar(read, state[0]):
+        if isinstance(entry, TarFault):
+            faults.append((entry.name, entry.reason))
+            if entry.affects_neighbours:
+                if samples and not after_damage and skipped_key is None:
+                    faults.append((samples.pop()[0], "is next to damage and may lack members"))
+                after_damage, skipped_key = True, None
+            continue
+        key, kind = _split_name(entry)
+        if not kind:
+            ignored += 1
+            continue
+        if after_damage:
+            after_damage, skipped_key = False, key
+            faults.append((key, "is next to damage and may lack members"))
+        if key == skipped_key:
+            continue
+        skipped_key = None
+        if not samples or samples[-1][0] != key or kind in samples[-1][1]:
+            samples.append((key, {}))
+        samples[-1][1][kind] = (entry.offset, entry.size)
     if not samples and faults and faults[0][0] == "byte 0":
         raise DataError(f"{path} is not a tar: {faults[0][1]} at byte 0", "copy or download it again")
     return _build_index(state, samples, faults, ignored)
@@ -145,7 +147,7 @@ def _split_name(member: TarMember) -> tuple[str, str]:
     return (match[1], match[2].lower()) if match else ("", "")
 
 
-def _refuse_compressed(path: Path, start: bytes) -> None:
+def _refuse_compressed(path: ShardFile, start: bytes) -> None:
     for magic, tool in COMPRESSED.items():
         if start.startswith(magic):
             raise DataError(
@@ -154,9 +156,7 @@ def _refuse_compressed(path: Path, start: bytes) -> None:
             )
 
 
-def _build_index(
-    state: tuple[int, int], samples: SampleMembers, faults: list[tuple[str, str]], ignored: int
-) -> ShardIndex:
+def _build_index(state: FileState, samples: SampleMembers, faults: list[tuple[str, str]], ignored: int) -> ShardIndex:
     keys = [key.encode("utf-8", "replace") for key, _ in samples]
     kinds = {
         kind: number
@@ -187,16 +187,17 @@ def _save_index(path: Path, index: ShardIndex) -> None:
     packed = [a.tobytes() for a in arrays]
     stored = _StoredIndex(index.file_state, list(index.kinds), index.keys, packed, list(index.faults), index.ignored)
     data = msgspec.msgpack.encode(stored)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(MAGIC + zlib.crc32(data).to_bytes(4, "little") + data)
-        partial.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(MAGIC + zlib.crc32(data).to_bytes(4, "little") + data)
+        unfinished.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            unfinished.unlink()
 
 
-def _load_index(path: Path, state: tuple[int, int]) -> ShardIndex | None:
+def _load_index(path: Path, state: FileState) -> ShardIndex | None:
     """Load an index file, or return None if it is missing, damaged, or does not match the shard."""
     try:
         data = path.read_bytes()

@@ -1,14 +1,51 @@
-"""Expands the paths of shards: tar files, folders and patterns."""
+"""Expands the paths and URLs of shards: tar files, folders and patterns."""
 
 import glob
 import re
 from pathlib import Path
 
+from vitrail.data.shards.shard_file import RemoteFile, ShardFile, is_remote, open_file_system
 from vitrail.errors import DataError
 
 
+def expand_shards(paths: str | tuple[str, ...]) -> tuple[ShardFile, ...]:
+    """Expand paths and URLs to shards. Accepts files, folders, and patterns with {000..099}, {a,b}, *, ? and […]."""
+    expanded: list[ShardFile] = []
+    for pattern in (paths,) if isinstance(paths, str) else paths:
+        if is_remote(pattern):
+            for url in _expand_braces(pattern):
+                expanded += _expand_url(url)
+        else:
+            expanded += expand_paths(pattern)
+    if not expanded:
+        raise DataError("no shards are given", "give a path, a folder, a pattern or a URL")
+    return tuple(expanded)
+
+
+def _expand_url(url: str) -> list[RemoteFile]:
+    """Expand a URL of a shard, a folder or a pattern. A shard is not looked up: it is opened later."""
+    if url.partition("?")[0].endswith(".tar") and not glob.has_magic(url.partition("?")[0]):
+        return [RemoteFile(url)]
+    fs, path = open_file_system(url)
+    try:
+        matches = sorted(fs.glob(path if glob.has_magic(path) else f"{path.rstrip('/')}/*.tar"))
+    except Exception as error:  # every file system has errors of its own
+        raise DataError(f"{url} cannot be listed: {error!s:.200}", "name its shards: …-{000..099}.tar") from error
+    if not matches:
+        raise DataError(f"{url} matches no shard", "give the URL of a tar file, a folder of them, or a pattern")
+    return [RemoteFile(fs.unstrip_protocol(match)) for match in matches]
+
+
+def is_shards(name: str) -> bool:
+    """Whether a path, a pattern or a URL names shards: tar files, or a folder of them."""
+    if is_remote(name) or name.endswith(".tar"):
+        return True
+    path = Path(name)
+    return path.is_dir() and next(path.glob("*.tar"), None) is not None
+
+
 def expand_paths(paths: str | tuple[str, ...]) -> tuple[Path, ...]:
-    """Expand paths to tar files. Accepts files, folders, and patterns with {000..099}, {a,b}, *, ? and […]."""
+    """Expand paths to local tar files, like `expand_shards`."""
     expanded: list[Path] = []
     for pattern in (paths,) if isinstance(paths, str) else paths:
         if re.match(r"\w{2,}:", pattern):

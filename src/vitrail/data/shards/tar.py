@@ -4,15 +4,16 @@ Reads ustar, GNU and pax. On damage the walk continues at the next valid header,
 has its own checksum.
 """
 
-import os
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 BLOCK = 512
 ZEROS = bytes(BLOCK)
 MAX_EXTENDED_HEADER = 1 << 20  # largest extended header in bytes; names are shorter
 CHUNK = 1 << 20
+
+ReadAt: TypeAlias = Callable[[int, int], bytes]  # length, position → bytes, fewer at the end
 
 FILE_TYPES = b"0\x007"
 EMPTY_TYPES = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
@@ -41,14 +42,14 @@ class _Header(NamedTuple):
     kind: bytes
 
 
-def walk_tar(file: int, end: int) -> Iterator[TarMember | TarFault]:
-    """Yield the regular files of an open tar of `end` bytes in order, and faults where they occur."""
+def walk_tar(read: ReadAt, end: int) -> Iterator[TarMember | TarFault]:
+    """Yield the regular files of a tar of `end` bytes in order, and faults where they occur."""
     position, extension = 0, _NO_EXTENSION
     while position < end:
-        block = os.pread(file, BLOCK, position)
+        block = read(BLOCK, position)
         header = None if block == ZEROS else _parse_header(block)
         if header is None:
-            restart = _find_next_header(file, position + BLOCK, end)
+            restart = _find_next_header(read, position + BLOCK, end)
             if block == ZEROS and restart is None:
                 return  # the end-of-archive mark
             is_whole = len(block) == BLOCK
@@ -66,7 +67,7 @@ def walk_tar(file: int, end: int) -> Iterator[TarMember | TarFault]:
             size = extension.size
         offset = position + BLOCK
         if size < 0 or offset + size > end or (header.kind in b"xgLK" and size > MAX_EXTENDED_HEADER):
-            restart = _find_next_header(file, offset, end)
+            restart = _find_next_header(read, offset, end)
             yield TarFault(
                 name, f"claims {size:,} bytes, the file has {end - offset:,}" + _describe_restart(restart), True
             )
@@ -76,7 +77,7 @@ def walk_tar(file: int, end: int) -> Iterator[TarMember | TarFault]:
             continue
         position = offset + -(-size // BLOCK) * BLOCK
         if header.kind in b"xL":  # describes the next member
-            body = os.pread(file, size, offset)
+            body = read(size, offset)
             parsed = _Extension(_to_text(body), None, False) if header.kind == b"L" else _parse_pax(body)
             if parsed is None:
                 yield TarFault(name, "an invalid extended header", True)
@@ -158,11 +159,11 @@ def _to_text(name: bytes) -> str:
     return name.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
 
 
-def _find_next_header(file: int, position: int, end: int) -> int | None:
+def _find_next_header(read: ReadAt, position: int, end: int) -> int | None:
     """Find the first valid header from `position` on. Only blocks that contain "ustar" are examined."""
     size = 32 * BLOCK  # usually it is near
     while position < end:
-        chunk = os.pread(file, size, position)
+        chunk = read(size, position)
         match = chunk.find(b"ustar")
         while match >= 0:
             start = match - 257

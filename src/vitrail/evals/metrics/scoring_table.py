@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vitrail.data.formats import Sample
@@ -129,6 +130,8 @@ def find_most_common(answers: Iterable[str]) -> str:
     return Counter(answers).most_common(1)[0][0]
 
 
-def image_key(image: Path | bytes) -> str:
+def image_key(image: Path | bytes | Image.Image) -> str:
     """Key of an image: its absolute path, or the hash of its bytes."""
-    return hashlib.sha1(image).hexdigest() if isinstance(image, bytes) else str(image.absolute())
+    if isinstance(image, Path):
+        return str(image.absolute())
+    return hashlib.sha1(image if isinstance(image, bytes) else image.tobytes()).hexdigest()

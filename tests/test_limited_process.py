@@ -19,6 +19,9 @@ def act(request):
     kind, value = request
     if kind == "sleep":
         time.sleep(value)
+    elif kind == "compute":
+        while True:
+            pass
     elif kind == "allocate":
         return len(bytearray(value))
     elif kind == "crash":
@@ -60,6 +63,14 @@ def test_limits(process, request_, share, message):
         with pytest.raises(LimitExceededError, match=message):
             process.call(request_, share)
         assert process.call(("return", 3)) == 3
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs the CPU time of a process")  # noqa: PTH112
+def test_time_is_that_of_the_cpu(process):
+    """A process that waits, as on a busy machine, has five times its limit; one that computes has not."""
+    assert process.call(("sleep", 0.6), 0.001) == 0.6
+    with pytest.raises(LimitExceededError, match=r"0\.2 s"):
+        process.call(("compute", None), 0.001)
 
 
 def test_limits_are_settings(process, monkeypatch):

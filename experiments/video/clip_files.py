@@ -4,7 +4,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from vitrail.errors import ConfigError
 from vitrail.evals.scores import Proportion, Score
 from vitrail.models.video_inputs import Video
 from vitrail.pipelines import ChatPipeline
+from vitrail.recipe.sweep import SweepRow
 
 FRAMES = "frames"
 SCALE = 4  # pixels of the file for each pixel of a clip
@@ -86,3 +87,12 @@ def score_clip_files(pipeline: ChatPipeline, count: int, crfs: tuple[int, ...]) 
         name: {key: Score.from_proportion(key, Proportion(sum(own[key]), len(own[key]))) for key in keys if own[key]}
         for name, own in hits.items()
     }
+
+
+def build_files_table(scores: dict[str, dict[str, Score]], seed: int) -> list[dict[str, Any]]:
+    """Build the rows of a results file, in the format of a sweep's table: a form of the clip is a variant."""
+    return [
+        SweepRow(form, "files", name, {seed: one.value}, {}, {seed: one.interval}).to_dict() | {"count": one.count}
+        for form, kinds in scores.items()
+        for name, one in kinds.items()
+    ]

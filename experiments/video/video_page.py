@@ -1,5 +1,6 @@
 """Render the Markdown page of positions and timestamps of videos: scores by kind and length, and verdicts."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
@@ -124,19 +125,17 @@ def _render_files(file: Path) -> str:
         return ""
     data = read_results_json(file)
     try:
-        kinds = list(next(iter(data["scores"].values())))
-        scores = {
-            form: {kind: Score.from_dict(kind, row) for kind, row in rows.items()}
-            for form, rows in data["scores"].items()
-        }
-        lines = [[kind, *(str(rows[kind]) for rows in scores.values())] for kind in kinds]
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        forms, lines = list(dict.fromkeys(row["variant"] for row in data["table"])), defaultdict(list)
+        for row in data["table"]:
+            ((value,), (interval,)) = (row[key].values() for key in ("values", "item_intervals"))
+            lines[row["score"]].append(str(Score(row["score"], value, tuple(interval), row["count"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{file} is not a file of `python -m experiments.video files`: {error!r}", "write it again"
         ) from None
     return (
         f"## Video files\n\n{FILES_NOTE}\n{format_origin(file, data.get('origin', {}))}\n\n"
-        f"{render_table(('kind', *scores), lines)}"
+        f"{render_table(('kind', *forms), [(name, *cells) for name, cells in lines.items()])}"
     )
 
 

@@ -19,6 +19,7 @@ from hub.shrunk_checkpoints import DEFAULT_MODELS, find_family  # noqa: E402
 from hub.shrunk_checkpoints import MODELS as SHRUNK_MODELS  # noqa: E402
 from hub.test_released_configs import PARAMETERS, RELEASED  # noqa: E402
 from vitrail.backbones.decoder import Decoder  # noqa: E402
+from vitrail.codecs.causal_video_codec import CausalVideoCodec  # noqa: E402
 from vitrail.codecs.codec import Codec  # noqa: E402
 from vitrail.encoders import T5Encoder, TextTower  # noqa: E402
 from vitrail.errors import VitrailError  # noqa: E402
@@ -63,6 +64,7 @@ KINDS = (
     Kind("Language models", (Decoder,), "write"),
     Kind("Contrastive models", (ContrastiveModel,), "search"),
     Kind("Image tokenizers", (Codec,), None),
+    Kind("Video tokenizers", (CausalVideoCodec,), None),
     Kind("Text encoders", (TextTower, T5Encoder), None),
     Kind("Vision towers and others", (object,), None),
 )
@@ -104,7 +106,7 @@ def describe_training(family: CheckpointFamily, config: Any) -> str:
         types = TASKS[name].model_types
         if family.model_class in (types if isinstance(types, tuple) else (types,)):
             return f"`{name}`"
-    return "–" if family.model_class is T5Encoder else "as a part"
+    return "–" if family.model_class in (T5Encoder, CausalVideoCodec) else "as a part"
 
 
 def describe_export(family: CheckpointFamily, config: Any) -> str:

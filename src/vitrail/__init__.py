@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 from vitrail.thread_settings import configure_threads as _configure_threads
 
 if TYPE_CHECKING:
-    from vitrail.api import evaluate, tokenize, train
+    from vitrail.api import evaluate, tokenize, tokenize_videos, train
     from vitrail.pipelines.loading import load
 
 if "torch" not in sys.modules:  # OpenMP reads its variables when torch is imported
     _configure_threads()
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "load", "tokenize", "train"]
+__all__ = ["__version__", "evaluate", "load", "tokenize", "tokenize_videos", "train"]
 
 _FUNCTIONS = {
-    "evaluate": "vitrail.api", "load": "vitrail.pipelines.loading", "tokenize": "vitrail.api", "train": "vitrail.api",
+    "evaluate": "vitrail.api", "load": "vitrail.pipelines.loading", "tokenize": "vitrail.api",
+    "tokenize_videos": "vitrail.api", "train": "vitrail.api",
 }  # fmt: skip
 _SUBMODULES = (
     "nn", "processing", "objectives", "data", "encoders", "connectors", "codecs", "stream", "backbones", "models",

@@ -1,4 +1,4 @@
-"""The functions `vitrail.train`, `vitrail.evaluate` and `vitrail.tokenize`: what the commands do, returning objects."""
+"""`vitrail.train`, `evaluate`, `tokenize` and `tokenize_videos`: what the commands do, returning objects."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,19 +8,26 @@ import torch
 
 from vitrail import evals
 from vitrail import recipe as recipes
-from vitrail.codecs import image_tokenization
+from vitrail.codecs import image_tokenization, video_tokenization
+from vitrail.codecs.causal_video_codec import CausalVideoCodecConfig
 from vitrail.codecs.image_sources import ImageResizeConfig, find_images
 from vitrail.codecs.token_file import TokenFile
+from vitrail.codecs.video_codec import VideoCodecConfig
+from vitrail.codecs.video_token_file import VideoTokenFile
+from vitrail.codecs.video_tokenization import AnyVideoCodec
 from vitrail.data.scenes.scene_source import SceneSourceConfig
 from vitrail.errors import ConfigError, suggest_name
 from vitrail.evals import EvaluationResult
-from vitrail.pipelines.base import Pipeline
+from vitrail.models.genie_model import GenieConfig
+from vitrail.pipelines.base import Pipeline, find_bundled_model, load_model, read_config_of
 from vitrail.pipelines.codec_pipeline import CodecPipeline
 from vitrail.pipelines.evaluation_context import PipelineContext
 from vitrail.pipelines.loading import load
 from vitrail.recipe.recipe_loading import load_recipe, resume_from_stage
 from vitrail.recipe.recipe_schema import Recipe
 from vitrail.recipe.recipe_training import final_weights_folder, train_recipe
+
+VIDEO_CODEC_CONFIGS = (CausalVideoCodecConfig, VideoCodecConfig, GenieConfig)
 
 
 class TrainingResult(NamedTuple):
@@ -140,3 +147,55 @@ def tokenize(
         num_workers=num_workers,
         progress=None if progress is None else lambda count: progress(count, len(sources)),
     )
+
+
+def tokenize_videos(
+    videos: str | Path | Sequence[str | Path],
+    codec: str | Path | AnyVideoCodec,
+    out: str | Path,
+    *,
+    fit: Literal["cover", "pad", "crop"] = "pad",
+    image_size: int | None = None,
+    segment_frames: int | None = None,
+    chunk_frames: int | None = None,
+    start: float = 0.0,
+    end: float | None = None,
+    fps: float | None = None,
+    device: str | None = None,
+    progress: Callable[[str, int, int], Any] | None = None,
+) -> VideoTokenFile:
+    """Encode video files and folders to a file of bit-packed ids or of latents. The same call resumes a partial file.
+
+    See `vitrail.codecs.tokenize_videos` for the arguments. `fit` and `image_size` are those of `tokenize`.
+    """
+    if image_size is not None and fit != "cover":
+        raise ConfigError(f"image_size needs fit = 'cover', not {fit!r}", "remove one of the two")
+    sources = video_tokenization.find_videos([videos] if isinstance(videos, str | Path) else list(videos))
+    model = load_video_codec(codec, device) if isinstance(codec, str | Path) else codec
+    return video_tokenization.tokenize_videos(
+        model,
+        sources,
+        out,
+        resize=ImageResizeConfig(how=fit, size=None if image_size is None else (image_size, image_size)),
+        codec_name=Path(codec).resolve().name if isinstance(codec, str | Path) else "codec",
+        segment_frames=segment_frames,
+        chunk_frames=chunk_frames,
+        start=start,
+        end=end,
+        fps=fps,
+        progress=progress,
+    )
+
+
+def has_video_codec(name_or_path: str | Path) -> bool:
+    """Whether a model is a video codec, or contains one."""
+    return isinstance(read_config_of(find_bundled_model(name_or_path)), VIDEO_CODEC_CONFIGS)
+
+
+def load_video_codec(name_or_path: str | Path, device: str | None = None) -> AnyVideoCodec:
+    """Load a video codec, or the one of a world model."""
+    if not has_video_codec(name_or_path):
+        raise ConfigError(f"{name_or_path} is no video codec", "give a causal video codec, or the codec of Genie")
+    model: Any = load_model(find_bundled_model(name_or_path), device, None)
+    codec: AnyVideoCodec = getattr(model, "codec", model)
+    return codec.eval()

@@ -17,8 +17,10 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from vitrail.errors import ConfigError
@@ -30,6 +32,8 @@ except ImportError:  # Windows: a time limit alone
 
 SECONDS_VARIABLE, BYTES_VARIABLE = "VITRAIL_FILE_SECONDS", "VITRAIL_FILE_BYTES"
 START_SECONDS = 120  # to start the process, which imports libraries
+MAX_WAIT_FACTOR = 5
+"""On a busy machine, the process waits for the CPU. It is stopped after this multiple of its time."""
 _SIZE = struct.Struct("<Q")  # length of a message
 
 
@@ -119,16 +123,22 @@ class LimitedProcess:
 
 
 def _exchange(process: subprocess.Popen, request: bytes | None, seconds: float) -> bytes | LimitExceededError:
-    """Send a request, if there is one, and return the reply."""
-    expired = threading.Event()
+    """Send a request, if there is one, and return the reply. The limit is one of CPU time, where that is known."""
+    expired, answered = threading.Event(), threading.Event()
+    start, used = time.monotonic(), _read_cpu_seconds(process.pid)
 
-    def stop() -> None:
-        expired.set()
-        process.kill()
+    def watch() -> None:
+        wait = seconds
+        while not answered.wait(wait):
+            waited = time.monotonic() - start
+            wait = seconds - (waited if used is None else (_read_cpu_seconds(process.pid) or 0.0) - used)
+            if wait <= 0 or waited >= MAX_WAIT_FACTOR * seconds:
+                expired.set()
+                process.kill()
+                return
+            wait = max(wait, 0.05)
 
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         if request is not None:
             _write_message(process.stdin, request)
@@ -139,7 +149,16 @@ def _exchange(process: subprocess.Popen, request: bytes | None, seconds: float) 
             return LimitExceededError(f"takes more than {seconds:g} s")
         return LimitExceededError(f"crashes its process (exit code {code}), for lack of memory or by a defect")
     finally:
-        timer.cancel()
+        answered.set()
+
+
+def _read_cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time that a process has used, or None if the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _write_message(stream: IO[bytes] | None, data: bytes) -> None:

@@ -156,7 +156,7 @@ def test_remedies_name_options(tmp_path, monkeypatch, capsys):
 
 def test_packages_load_lazily():
     assert vitrail.nn.Block
-    with pytest.raises(AttributeError, match="it has evaluate, load, tokenize, train, nn, processing"):
+    with pytest.raises(AttributeError, match="it has evaluate, load, tokenize, tokenize_videos, train, nn, processing"):
         _ = vitrail.attic
 
 

@@ -1,5 +1,6 @@
 """Token files: lossless round trip, resuming after interruption, and detection of corruption."""
 
+import base64
 import pickle
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -313,3 +314,45 @@ def test_invalid_ids_raise(tmp_path):
     for wrong in ({"sizes": ()}, {"sizes": (0,)}, {"sizes": (2**63 + 1,)}, {"sizes": (2, 2)}, {"factor": 0}):
         with pytest.raises(ConfigError):
             header(**wrong)
+
+
+# Written by format version 2: an image "a.png" with ids 1 and 999, and an unreadable "b.png".
+VERSION_2 = base64.b64decode(
+    "iVZUT0sNChoCAKUAAAB7Im1vZGVsIjoiYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFhYWFh"
+    "YSIsIm5hbWUiOiJjb2RlYyIsInNpemVzIjpbMTAwMF0sImdyb3VwcyI6ZmFsc2UsImZhY3RvciI6MTYsImZpdCI6eyJob3ciOiJwYWQiLCJzaXplIjpu"
+    "dWxsfX1ixD2xFgAAAGbedRKWpWEucG5nwJIBApIQIJIQIMQDAZwPHAAAAMPoQjaWpWIucG5nqWlzIGJyb2tlbpIAAJIAAJIAAMQAk8QItwAAAAAAAACR"
+    "pWEucG5nkZKlYi5wbmepaXMgYnJva2Vui661efkAAAAAAAAAJAAAAAAAAABePoSiC5miyjXKcM0NBpdonydEhC00Ie/3AZd8J+ucIXrZjKxWVE9LRU5E"
+    "Cg=="
+)
+
+
+@pytest.mark.parametrize("length", [0, 8, 190, 215, 240, 260])
+def test_version_2_is_read_and_resumed(tmp_path, length):
+    (tmp_path / "old.vtok").write_bytes(VERSION_2)
+    (tmp_path / "new.vtok.partial").write_bytes(VERSION_2[:length])
+    with TokenFileWriter(tmp_path / "new.vtok", header(fit={"how": "pad", "size": None})) as writer:
+        if "a.png" not in writer.completed_names:
+            writer.add("a.png", torch.tensor([[1, 999]]), (16, 32))
+        if "b.png" not in writer.completed_names:
+            writer.skip("b.png", "is broken")
+        writer.finish()
+    for name in ("old.vtok", "new.vtok"):
+        with TokenFile(tmp_path / name) as file:
+            file.verify_digest()
+            assert file["a.png"].ids.tolist() == [[1, 999]] and file.errors == {"b.png": "is broken"}
+
+
+@pytest.mark.parametrize("name", ["c", "the same codec in another folder"])
+def test_codec_may_be_renamed_before_resuming(tmp_path, name):
+    head = header()
+    with TokenFileWriter(tmp_path / "a.vtok", head) as writer:
+        for key, ids in sample(head, 2):
+            writer.add(key, ids, (ids.shape[0] * 16, ids.shape[1] * 16))
+    with TokenFileWriter(tmp_path / "a.vtok", head.replace(name=name)) as writer:
+        assert len(writer.completed_names) == 2
+        writer.finish()
+    with TokenFile(tmp_path / "a.vtok") as file:
+        file.verify_digest()
+        assert file.header == head and [ids.ids.tolist() for ids in file] == [
+            ids.tolist() for _, ids in sample(head, 2)
+        ]

@@ -25,10 +25,12 @@ from vitrail.codecs.token_file import (
     TRAILER_STRUCT,
     TokenFile,
     TokenFileHeader,
+    VideoTokenSettings,
     compute_record_checksum,
     encode_trailer,
 )
 from vitrail.codecs.token_file_writer import TokenFileWriter
+from vitrail.codecs.video_token_file import VideoRecord, VideoTokenFile, VideoTokenFileWriter, pack_steps
 from vitrail.errors import VitrailError
 
 
@@ -61,6 +63,51 @@ def read_token_file(path: Path) -> None:
                 file[number]
 
 
+def prepare_video_token_files(folder: Path) -> list[Target]:
+    targets = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, dtype in {"ids": None, "latents": "bfloat16"}.items():
+        file = folder / f"{name}.vt"
+        settings = VideoTokenSettings(
+            temporal_factor=4,
+            frame_multiple=4,
+            segment_frames=9,
+            chunk_frames=4,
+            latent_dtype=dtype,
+            latent_width=2 if dtype else 0,
+        )
+        head = TokenFileHeader(
+            model="a" * 64, name="codec", sizes=() if dtype else (64_000,), groups=False, factor=8, fit={"how": "pad"},
+            video=settings,
+        )  # fmt: skip
+        with VideoTokenFileWriter(file, head) as writer:
+            for number, counts in enumerate(((3, 2), (1,))):  # latent frames of each segment
+                frames = 9 * (len(counts) - 1) + 4 * (counts[-1] - 1) + 1
+                steps = pack_steps(np.arange(1, frames + 1))
+                writer.start_video(
+                    VideoRecord(f"{number}.mp4", None, frames, (1, 90_000), steps, (2, 3), (15, 24), (15, 24))
+                )
+                for count in counts:
+                    ids = torch.arange(count * 6).reshape(count, 2, 3)
+                    writer.add_segment(torch.stack([ids, -ids], -1).bfloat16() if dtype else ids)
+            writer.skip("broken.mp4", "it is corrupt")
+            writer.finish()
+        targets.append(Target(name, file, partial(read_video_token_file, file)))
+    return targets
+
+
+def read_video_token_file(path: Path) -> None:
+    with VideoTokenFile(path) as file:
+        file.errors.items()
+        with suppress(VitrailError):
+            file.verify_digest()
+        for number in range(len(file)):
+            with suppress(VitrailError):
+                video = file[number]
+                video.read()
+                video.read(video.duration / 2)
+
+
 def mutate_token_file(data: bytes, rng: random.Random) -> bytes:
     """Mutate the bytes, or the header, a record or the index with correct checksums."""
     if rng.random() < 0.3:
@@ -87,7 +134,9 @@ def mutate_token_file(data: bytes, rng: random.Random) -> bytes:
         check = compute_record_checksum(offsets[-1], record)
         body += RECORD_STRUCT.pack(len(record), check) + record
     tree = msgspec.msgpack.decode(index)
-    tree[0] = np.array(offsets[: len(tree[1])], "<i8").tobytes()  # records with errors come last and are not listed
+    tree[0] = np.array(
+        offsets[: len(records) - len(tree[2])], "<i8"
+    ).tobytes()  # records with errors come last and are not listed
     index = mutate_msgpack(msgspec.msgpack.encode(tree), rng) if part == 2 else msgspec.msgpack.encode(tree)
     lead = HEADER_STRUCT.pack(FILE_MAGIC, FORMAT_VERSION, len(header)) + header + _checksum(header)
     start = len(lead) + len(body)
@@ -309,6 +358,7 @@ WORDS = [
 
 FORMATS = {
     "token-file": FuzzFormat(prepare_token_files, mutate_token_file),
+    "video-token-file": FuzzFormat(prepare_video_token_files, mutate_token_file),
     "dataset": FuzzFormat(prepare_datasets, mutate_dataset),
     "parquet": FuzzFormat(prepare_parquet),
     "shard": FuzzFormat(prepare_shards, mutate_shard),

@@ -56,6 +56,8 @@ PARAMETERS = {
     "moonshotai/Kimi-K2.5": 1_026_879_353_328,  # as transformers builds it
     "stabilityai/sd-vae-ft-mse": 83_653_863,
     "black-forest-labs/FLUX.1-dev/vae": 83_819_683,
+    "zai-org/CogVideoX1.5-5B-I2V/vae": 215_583_907,  # as diffusers builds it
+    "meituan-longcat/LongCat-Video/vae": 126_892_531,  # Wan 2.1's, as diffusers builds it
     "stabilityai/stable-diffusion-xl-base-1.0/text_encoder": 123_060_480,
     "stabilityai/stable-diffusion-2-1/text_encoder": 340_387_840,
     "stabilityai/stable-diffusion-xl-base-1.0/text_encoder_2": 694_659_840,

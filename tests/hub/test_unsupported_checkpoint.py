@@ -60,25 +60,26 @@ def test_pipeline_without_the_codec_folder(tmp_path):
 
 
 def test_pipeline_with_another_codec(tmp_path):
-    folder = write_pipeline(tmp_path, _class_name="WanPipeline", vae=["diffusers", "AutoencoderKLWan"])
-    (folder / "vae/config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
-    with pytest.raises(CheckpointError, match=r"no part of this WanPipeline .*vae: AutoencoderKLWan") as error:
+    folder = write_pipeline(tmp_path, _class_name="MochiPipeline", vae=["diffusers", "AutoencoderKLMochi"])
+    (folder / "vae/config.json").write_text('{"_class_name": "AutoencoderKLMochi"}')
+    with pytest.raises(CheckpointError, match=r"no part of this MochiPipeline .*vae: AutoencoderKLMochi") as error:
         find_checkpoint(folder)
-    assert (
-        error.value.remedy == f"supported classes: AutoencoderKL, VQModel; or give a subfolder: {folder}/text_encoder"
+    assert error.value.remedy == (
+        "supported classes: AutoencoderKL, AutoencoderKLCogVideoX, AutoencoderKLCosmos, AutoencoderKLWan, VQModel; "
+        f"or give a subfolder: {folder}/text_encoder"
     )
 
 
 UNSUPPORTED = {
     "codec": (
-        {"_class_name": "AutoencoderKLWan", "z_dim": 16},
-        r"config\.json has the class AutoencoderKLWan",
+        {"_class_name": "AutoencoderKLMochi", "latent_channels": 12},
+        r"config\.json has the class AutoencoderKLMochi",
         "nearest supported family is AutoencoderKL",
     ),
     "network of a diffusion model": (
         {"_class_name": "UNet2DConditionModel"},
         "has the class UNet2DConditionModel",
-        "supported classes of diffusers: AutoencoderKL, VQModel",
+        "supported classes of diffusers: AutoencoderKL, VQModel, AutoencoderKLCosmos",
     ),
     "class beside a model_type": (
         {"_class_name": "WanModel", "model_type": "llama"},

@@ -8,7 +8,9 @@ from models import test_unified_model as unified
 from models import test_vlm as vlm
 from vitrail.backbones.decoder import Decoder
 from vitrail.backbones.presets import DECODER_PRESETS
+from vitrail.codecs import CausalVideoCodecConfig, CogVideoXAutoencoderConfig
 from vitrail.codecs.presets import CODEC_PRESETS
+from vitrail.codecs.quantizers import KLConfig
 from vitrail.encoders.presets import TEXT_TOWER_PRESETS, VIT_PRESETS
 from vitrail.errors import ConfigError
 from vitrail.lab import pass_timing as lab
@@ -60,6 +62,16 @@ def test_towers_and_codecs():
     for config in (VIT, CODEC_PRESETS["bsq-vit-b16-28"].replace(net=pair)):
         (found,) = measured(config, batch_size=3)
         assert found.pass_name == "forward" and found.flops == 3 * compute_ledger(config, devices=()).forward_flops
+
+
+def test_video_codec():
+    net = CogVideoXAutoencoderConfig(
+        widths=(2, 4), layers=1, latent_channels=2, temporal_factor=2, norm_groups=1, image_size=(4, 6)
+    )
+    config = CausalVideoCodecConfig(net=net, quantizer=KLConfig(width=2))
+    (found,) = measured(config, batch_size=2)
+    assert found.pass_name == "video, 49 frames"
+    assert found.flops == 2 * compute_ledger(config, devices=()).forward_flops
 
 
 def test_detector():

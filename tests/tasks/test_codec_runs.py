@@ -17,7 +17,7 @@ from tasks.test_codec_task import (
 )
 from training import ranks
 from vitrail import hub
-from vitrail.cli.tokenize_command import tokenize_images
+from vitrail.cli.tokenize_command import tokenize_files
 from vitrail.codecs import quantizers as q
 from vitrail.codecs.codec import Codec
 from vitrail.codecs.presets import make_vit_codec_config
@@ -121,7 +121,7 @@ def test_gan_run_leaves_a_usable_codec(tmp_path, capsys):
     (tmp_path / "shown").mkdir()
     for n, one in enumerate(x):
         Image.fromarray(one.permute(1, 2, 0).contiguous().numpy()).save(tmp_path / "shown" / f"{n}.png")
-    tokenize_images([str(tmp_path / "shown")], codec=str(tmp_path / "final"), out=tmp_path / "a.vtok", device="cpu")
+    tokenize_files([str(tmp_path / "shown")], codec=str(tmp_path / "final"), out=tmp_path / "a.vtok", device="cpu")
     codec = model.codec.eval()
     with TokenFile(tmp_path / "a.vtok") as file:
         assert len(file) == 3

@@ -50,7 +50,7 @@ COMMANDS = {
         "vitrail demo --image photo.jpg -o out/demo",
     ),
     "detokenize": Command(
-        "vitrail.cli.tokenize_command:detokenize_images",
+        "vitrail.cli.tokenize_command:detokenize_files",
         "Decode a token file to images.",
         "vitrail detokenize photos.vtok --codec out/bsq -o photos-again",
     ),
@@ -140,8 +140,8 @@ COMMANDS = {
         "vitrail text-tokenizer train captions.txt --vocab-size 4096 --out out/bpe",
     ),
     "tokenize": Command(
-        "vitrail.cli.tokenize_command:tokenize_images",
-        "Encode images, folders and shards to a bit-packed file of codec token ids.",
+        "vitrail.cli.tokenize_command:tokenize_files",
+        "Encode images or videos to a bit-packed file of codec tokens.",
         "vitrail tokenize photos --codec out/bsq -o photos.vtok",
     ),
     "recipes": Command(

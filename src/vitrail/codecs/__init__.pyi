@@ -1,10 +1,14 @@
 from vitrail.codecs.bit_packing import pack_ids as pack_ids
 from vitrail.codecs.bit_packing import unpack_ids as unpack_ids
+from vitrail.codecs.causal_video_codec import CausalVideoCodec as CausalVideoCodec
+from vitrail.codecs.causal_video_codec import CausalVideoCodecConfig as CausalVideoCodecConfig
 from vitrail.codecs.codec import Codec as Codec
 from vitrail.codecs.codec import CodecConfig as CodecConfig
 from vitrail.codecs.codec_tower import CodecTower as CodecTower
 from vitrail.codecs.codec_tower import CodecTowerConfig as CodecTowerConfig
+from vitrail.codecs.cogvideox_autoencoder import CogVideoXAutoencoderConfig as CogVideoXAutoencoderConfig
 from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig as ConvAutoencoderConfig
+from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig as CosmosAutoencoderConfig
 from vitrail.codecs.discriminator import Discriminator as Discriminator
 from vitrail.codecs.discriminator import DiscriminatorConfig as DiscriminatorConfig
 from vitrail.codecs.image_sources import ImageResizeConfig as ImageResizeConfig
@@ -16,4 +20,10 @@ from vitrail.codecs.token_file import TokenFile as TokenFile
 from vitrail.codecs.token_file_writer import TokenFileWriter as TokenFileWriter
 from vitrail.codecs.video_codec import VideoCodec as VideoCodec
 from vitrail.codecs.video_codec import VideoCodecConfig as VideoCodecConfig
+from vitrail.codecs.video_token_file import VideoTokenFile as VideoTokenFile
+from vitrail.codecs.video_token_file import VideoTokenFileWriter as VideoTokenFileWriter
+from vitrail.codecs.video_tokenization import detokenize_videos as detokenize_videos
+from vitrail.codecs.video_tokenization import find_videos as find_videos
+from vitrail.codecs.video_tokenization import tokenize_videos as tokenize_videos
 from vitrail.codecs.vit_autoencoder import ViTAutoencoderConfig as ViTAutoencoderConfig
+from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig as WanAutoencoderConfig

@@ -6,7 +6,7 @@ G id groups.
 
 import hashlib
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +70,17 @@ class CodecConfig(Config):
 class CodecModule(nn.Module):
     """Base class of codecs of images (`Codec`) and of videos (`VideoCodec`)."""
 
+    config: Any
     quantizer: Quantizer
 
     @property
     def downsample_factor(self) -> int:
         """Pixels along a side of one code."""
+        raise NotImplementedError
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images or frames that the codec is trained for."""
         raise NotImplementedError
 
     @property
@@ -86,6 +92,11 @@ class CodecModule(nn.Module):
     def vocab_sizes(self) -> tuple[int, ...]:
         """Number of values of each id of a code; empty if codes are continuous."""
         return self.quantizer.vocab_sizes
+
+    @property
+    def has_id_groups(self) -> bool:
+        """Whether ids have a group axis."""
+        return isinstance(self.quantizer, GroupedVQ | ResidualVQ)
 
     @property
     def bits_per_pixel(self) -> float:
@@ -157,11 +168,6 @@ class Codec(CodecModule):
     def image_size(self) -> tuple[int, int]:
         """Height and width of the images that the codec is trained for."""
         return self.config.net.image_size
-
-    @property
-    def has_id_groups(self) -> bool:
-        """Whether ids have a group axis."""
-        return isinstance(self.quantizer, GroupedVQ | ResidualVQ)
 
     @property
     def tower(self) -> ViT | None:
@@ -249,7 +255,7 @@ def make_bridge(kind: BridgeKind, in_features: int, out_features: int, final_fea
             return nn.Sequential(*first, *([] if final_features is None else [nn.Linear(out_features, final_features)]))
 
 
-def compute_codec_identity(codec: Codec) -> str:
+def compute_codec_identity(codec: CodecModule) -> str:
     """Hash everything that ids depend on: the config and all weights."""
     digest = hashlib.sha256(json.dumps(codec.config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(codec.state_dict().items()):

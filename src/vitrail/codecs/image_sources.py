@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vitrail.codecs.codec import Codec
+from vitrail.codecs.codec import CodecModule
 from vitrail.config import Config
 from vitrail.data.formats.media_folders import IMAGE_SUFFIXES
 from vitrail.data.shards.member_codecs import get_codec
@@ -40,7 +40,7 @@ class ImageResizeConfig(Config):
         if self.how != "cover" and self.size is not None:
             raise ConfigError(f"resize mode {self.how!r} does not take a size", 'remove size, or use "cover"')
 
-    def resolve_size(self, codec: Codec) -> "ImageResizeConfig":
+    def resolve_size(self, codec: CodecModule) -> "ImageResizeConfig":
         """Return a copy with its size set, checked against the codec's downsample factor."""
         if self.how != "cover":
             return self
@@ -69,6 +69,8 @@ class ImageResizeConfig(Config):
                 raise DataError(f"is {image.height} × {image.width} pixels, smaller than a code of {factor} × {factor}")
             return pixels[:, :H, :W], (H, W)
         padding = (0, -W % factor, 0, -H % factor)
+        if not any(padding):
+            return pixels, (H, W)
         return F.pad(pixels[None].float(), padding, mode="replicate")[0].to(torch.uint8), (H, W)
 
 

@@ -4,7 +4,7 @@ Shapes: H, W pixels, h, w codes along a side.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ def tokenize_images(
     # Resume at a batch boundary: rounding may depend on the other images of a batch.
     with TokenFileWriter(output_path, header, record_multiple=batch_size) as writer:
         start = len(writer.completed_names)
-        _same_order(writer.partial_path, writer.completed_names, names[:start])
+        check_same_order(writer.partial_path, writer.completed_names, names[:start])
         if progress is not None:
             progress(start)
         spans = (range(at, min(at + batch_size, len(names))) for at in range(start, len(names), batch_size))
@@ -135,13 +135,14 @@ def _finished(out: Path, header: TokenFileHeader, names: list[str]) -> TokenFile
     return file
 
 
-def _same_order(path: Path, done: list[str], names: list[str]) -> None:
+def check_same_order(path: Path, done: list[str], names: list[str]) -> None:
+    """Raise `DataError` if the names that a file has are not those given, in order."""
     for place, before in enumerate(done):
         now = names[place] if place < len(names) else None
         if before != now:
             raise DataError(
-                f"{path} has {before!r} at position {place}, but {f'{now!r}' if now else 'no image'} was given",
-                "give the same images as before, or remove the file",
+                f"{path} has {before!r} at position {place}, but {f'{now!r}' if now else 'nothing'} was given",
+                "give the same files as before, or remove the file",
             )
 
 
@@ -214,8 +215,10 @@ def detokenize_images(
     return paths
 
 
-def assign_output_paths(names: Sequence[str]) -> dict[str, PurePosixPath]:
-    """Map each name to a PNG path below a folder.
+def assign_output_paths(
+    names: Sequence[str], source_suffixes: Collection[str] = IMAGE_SUFFIXES, suffix: str = ".png"
+) -> dict[str, PurePosixPath]:
+    """Map each name to a path below a folder, with `suffix` instead of that of the source.
 
     Names that would collide, such as a.jpg and a.webp, keep their suffix. Names that lead out of the folder are
     refused, since a token file may be untrusted.
@@ -224,13 +227,13 @@ def assign_output_paths(names: Sequence[str]) -> dict[str, PurePosixPath]:
     for name in names:
         path = PurePosixPath(name)
         if not name or "\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts or not path.name:
-            raise DataError(f"the image name {name!r} leads out of the output folder", "do not trust this token file")
-        plain[name] = path.with_suffix("") if path.suffix.lower() in IMAGE_SUFFIXES else path
+            raise DataError(f"the name {name!r} leads out of the output folder", "do not trust this token file")
+        plain[name] = path.with_suffix("") if path.suffix.lower() in source_suffixes else path
     counts: dict[PurePosixPath, int] = {}
     for path in plain.values():
         counts[path] = counts.get(path, 0) + 1
-    places = {name: PurePosixPath(f"{path if counts[path] == 1 else name}.png") for name, path in plain.items()}
+    places = {name: PurePosixPath(f"{path if counts[path] == 1 else name}{suffix}") for name, path in plain.items()}
     duplicate = find_duplicate([str(path) for path in places.values()])
     if duplicate is not None:
-        raise DataError(f"two images would be written to {duplicate}", "read them one by one with `TokenFile`")
+        raise DataError(f"two files would be written to {duplicate}", "read them one by one with `TokenFile`")
     return places

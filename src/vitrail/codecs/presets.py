@@ -1,11 +1,16 @@
-"""Configs of released codecs: VQGAN, MoVQ, aMUSEd, Stable Diffusion's VAE, GAIA-1, BSQ-ViT and QLIP."""
+"""Configs of released codecs: VQGAN, MoVQ, aMUSEd, Stable Diffusion's VAE, GAIA-1, BSQ-ViT, QLIP; video codecs."""
 
 from typing import Any
 
+from vitrail.codecs.causal_video_codec import CausalVideoCodecConfig
 from vitrail.codecs.codec import CodecConfig
+from vitrail.codecs.cogvideox_autoencoder import CogVideoXAutoencoderConfig
 from vitrail.codecs.conv_autoencoder import ConvAutoencoderConfig
-from vitrail.codecs.quantizers import BSQConfig, KLConfig, QuantizerConfig, VQConfig
+from vitrail.codecs.cosmos_autoencoder import CosmosAutoencoderConfig
+from vitrail.codecs.quantizers import BSQConfig, FSQConfig, KLConfig, QuantizerConfig, VQConfig
+from vitrail.codecs.quantizers.continuous import IdentityQuantizerConfig
 from vitrail.codecs.vit_autoencoder import ViTAutoencoderConfig
+from vitrail.codecs.wan_autoencoder import WanAutoencoderConfig
 from vitrail.encoders.presets import VIT_SIZES, eva02_vit_config
 from vitrail.encoders.vit import ViTConfig
 from vitrail.nn import AttentionConfig, BlockConfig, PlainMLPConfig
@@ -113,3 +118,34 @@ CODEC_PRESETS: dict[str, CodecConfig] = {
 }  # fmt: skip
 """The GAIA-1 paper gives the image size, downsample factor, codebook size and 0.3B parameters. The widths are chosen
 here to match that parameter count."""
+
+
+def _cosmos(discrete: bool, temporal_factor: int, spatial_factor: int) -> CausalVideoCodecConfig:
+    quantizer = FSQConfig(levels=(8, 8, 8, 5, 5, 5)) if discrete else IdentityQuantizerConfig(dim=16)
+    net = CosmosAutoencoderConfig(temporal_factor=temporal_factor, spatial_factor=spatial_factor)
+    return CausalVideoCodecConfig(net=net, quantizer=quantizer)
+
+
+VIDEO_CODEC_PRESETS: dict[str, CausalVideoCodecConfig] = {
+    **{
+        f"cosmos-{'dv' if discrete else 'cv'}{time}x{space}x{space}": _cosmos(discrete, time, space)
+        for discrete in (False, True)
+        for time, space in ((4, 8), (8, 8), (8, 16))
+    },
+    "cogvideox": CausalVideoCodecConfig(
+        net=CogVideoXAutoencoderConfig(),
+        quantizer=KLConfig(width=16),
+        pre_quant="none",
+        post_quant="none",
+        scaling_factor=0.7,
+        invert_scale_latents=True,
+    ),
+    "wan2.1": CausalVideoCodecConfig(net=WanAutoencoderConfig(), quantizer=KLConfig(width=16)),
+    "wan2.2": CausalVideoCodecConfig(
+        net=WanAutoencoderConfig(
+            width=160, decoder_width=256, latent_channels=48, resampled_shortcut=True, patch_size=2
+        ),
+        quantizer=KLConfig(width=48),
+    ),
+}
+"""Published shapes of causal video codecs: Cosmos with continuous (cv) and discrete (dv) codes, CogVideoX 1.5, Wan."""

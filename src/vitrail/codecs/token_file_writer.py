@@ -12,14 +12,13 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.codecs.bit_packing import pack_ids
 from vitrail.codecs.token_file import (
     CHECKSUM_STRUCT,
     RECORD_STRUCT,
@@ -30,19 +29,26 @@ from vitrail.codecs.token_file import (
     compute_record_checksum,
     encode_header,
     encode_trailer,
+    is_size_covered,
+    pack_groups,
     read_header,
     split_groups,
 )
 from vitrail.errors import DataError
 from vitrail.file_lock import lock_file
 
+R = TypeVar("R")  # type of the records
 
-class TokenFileWriter:
-    """Write images with `add` in order, then call `finish`.
+
+class RecordWriter(Generic[R]):
+    """Base class of the writers of images and videos: records, index and trailer, and resuming.
 
     A writer that is left early keeps its records for the next writer of the same file, whose `completed_names` lists
     them. Of these, a multiple of `record_multiple` is kept.
     """
+
+    media: ClassVar[str]  # images or videos
+    record_type: ClassVar[Any]
 
     def __init__(self, path: str | Path, header: TokenFileHeader, *, record_multiple: int = 1):
         self.path, self.header = Path(path), header
@@ -64,20 +70,6 @@ class TokenFileWriter:
         except BaseException:
             self.file.close()
             raise
-
-    def add(self, name: str, ids: Tensor, image_size: ImageSize, source_size: ImageSize | None = None) -> None:
-        """Add ids int64 (h, w) or (h, w, G), as the header specifies."""
-        ids = ids.detach().cpu()
-        self._check(name, ids, image_size)
-        packed = b"".join(
-            pack_ids(part, bits) for part, bits in zip(split_groups(ids, self.header), self.header.bits, strict=True)
-        )
-        grid = (ids.shape[0], ids.shape[1])
-        self._write(TokenRecord(name, None, grid, image_size, source_size or image_size, packed))
-
-    def skip(self, name: str, reason: str) -> None:
-        """Record an image that cannot be read, with the reason."""
-        self._write(TokenRecord(name, reason, (0, 0), (0, 0), (0, 0), b""))
 
     def flush(self) -> None:
         """Flush buffered records to the operating system."""
@@ -106,31 +98,21 @@ class TokenFileWriter:
 
     # ---- records ------------------------------------------------------------------------------------------------
 
-    def _check(self, name: str, ids: Tensor, size: ImageSize) -> None:
-        sizes = self.header.sizes
-        shaped = ids.ndim == 3 and ids.shape[-1] == len(sizes) if self.header.groups else ids.ndim == 2
-        if ids.dtype != torch.int64 or not shaped or not ids.numel():
-            expected_shape = f"(h, w, {len(sizes)})" if self.header.groups else "(h, w)"
-            raise DataError(
-                f"{name}: ids are {ids.dtype} {tuple(ids.shape)}", f"give int64 ids of shape {expected_shape}"
-            )
-        for part, count in zip(split_groups(ids, self.header), sizes, strict=True):
+    def _check_name(self, name: str) -> None:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"the name {name!r} is not valid text", "rename the file") from None
+        if name in self._known:
+            raise DataError(f"two {self.media} have the name {name!r}", "give each file its own name")
+
+    def check_ids(self, name: str, ids: Tensor) -> None:
+        """Raise `DataError` if ids are outside the sizes of the header."""
+        for part, count in zip(split_groups(ids, self.header), self.header.sizes, strict=True):
             if part.min() < 0 or part.max() > count - 1:
                 raise DataError(f"{name}: ids are in {part.min()} … {part.max()}", f"give ids within 0 … {count - 1}")
-        limits = [n * self.header.factor for n in ids.shape[:2]]
-        if not all(0 < side <= limit for side, limit in zip(size, limits, strict=True)):
-            raise DataError(
-                f"{name}: an image of {size[0]} × {size[1]} does not match {ids.shape[0]} × {ids.shape[1]} codes",
-                f"give a size from 1 × 1 to {limits[0]} × {limits[1]}",
-            )
 
-    def _write(self, body: TokenRecord) -> None:
-        try:
-            body.name.encode()
-        except UnicodeEncodeError:
-            raise DataError(f"the name {body.name!r} is not valid text", "rename the image") from None
-        if body.name in self._known:
-            raise DataError(f"two images have the name {body.name!r}", "give each its own name")
+    def _write(self, body: R) -> None:
         start, data = self.file.tell(), msgspec.msgpack.encode(body)
         self._put(RECORD_STRUCT.pack(len(data), compute_record_checksum(start, data)) + data)
         self._remember(start, body)
@@ -149,6 +131,68 @@ class TokenFileWriter:
                 f"{self.partial_path} cannot be written: {error.strerror}", "free disk space and run again to resume"
             ) from error
 
+    def _remember(self, start: int, body: R) -> None:
+        """Enter a record into the index."""
+        raise NotImplementedError
+
+    def _resume(self, multiple: int) -> None:
+        """Keep the valid records of an interrupted writer, and truncate the rest."""
+        header = encode_header(self.header)
+        existing, ends, bodies = self.file.read(len(header)), [0], []
+        if len(existing) == len(header) or not header.startswith(existing):  # else the header itself is incomplete
+            stored, first = read_header(self.file, self.partial_path)
+            self._check_header(stored)
+            ends = [first]  # another name, or an older version, gives the stored header another length
+            for body, end in _read_valid_records(self.file, first, self.record_type):
+                bodies.append(body)
+                ends.append(end)
+        num_kept = len(bodies) // multiple * multiple
+        for start, body in zip(ends, bodies[:num_kept], strict=False):
+            self._remember(start, body)
+        self._truncate(ends[num_kept])
+        if not ends[num_kept]:
+            self._put(header)
+
+    def _truncate(self, end: int) -> None:
+        """Remove all bytes after `end`, and compute the digest of those before."""
+        self.file.seek(0)
+        self._digest = hashlib.sha256()
+        while (at := self.file.tell()) < end:
+            self._digest.update(self.file.read(min(1 << 20, end - at)))
+        self.file.truncate(end)
+
+    def _check_header(self, stored_header: TokenFileHeader) -> None:
+        before, now = _flatten(stored_header), _flatten(self.header)
+        for field in before.keys() - {"name"}:  # the codec may have been moved
+            if before[field] != now.get(field):
+                raise DataError(
+                    f"{self.partial_path} was started with another {field}: {before[field]!r:.80}, "
+                    f"not {now.get(field)!r:.80}",
+                    "resume with the same settings, or remove it",
+                )
+
+
+class TokenFileWriter(RecordWriter[TokenRecord]):
+    """Write images with `add` in order, then call `finish`."""
+
+    media, record_type = "images", TokenRecord
+
+    def add(self, name: str, ids: Tensor, image_size: ImageSize, source_size: ImageSize | None = None) -> None:
+        """Add ids int64 (h, w) or (h, w, G), as the header specifies."""
+        ids = ids.detach().cpu()
+        self._check(name, ids, image_size)
+        packed = pack_groups(ids, self.header)
+        grid = (ids.shape[0], ids.shape[1])
+        self._add_record(TokenRecord(name, None, grid, image_size, source_size or image_size, packed))
+
+    def skip(self, name: str, reason: str) -> None:
+        """Record an image that cannot be read, with the reason."""
+        self._add_record(TokenRecord(name, reason, (0, 0), (0, 0), (0, 0), b""))
+
+    def _add_record(self, body: TokenRecord) -> None:
+        self._check_name(body.name)
+        self._write(body)
+
     def _remember(self, start: int, body: TokenRecord) -> None:
         self.completed_names.append(body.name)
         self._known.add(body.name)
@@ -158,36 +202,27 @@ class TokenFileWriter:
         else:
             self._index.errors.append((body.name, body.error))
 
-    def _resume(self, multiple: int) -> None:
-        """Keep the valid records of an interrupted writer, and truncate the rest."""
-        header = encode_header(self.header)
-        existing, ends, bodies = self.file.read(len(header)), [0], []
-        if len(existing) == len(header) or not header.startswith(existing):  # else the header itself is incomplete
-            self._check_header(read_header(self.file, self.partial_path)[0])
-            ends = [len(header)]
-            for body, end in _read_valid_records(self.file, len(header)):
-                bodies.append(body)
-                ends.append(end)
-        num_kept = len(bodies) // multiple * multiple
-        for start, body in zip(ends, bodies[:num_kept], strict=False):
-            self._remember(start, body)
-        self.file.seek(0)
-        while (at := self.file.tell()) < ends[num_kept]:
-            self._digest.update(self.file.read(min(1 << 20, ends[num_kept] - at)))
-        self.file.truncate(ends[num_kept])
-        if not ends[num_kept]:
-            self._put(header)
+    def _check(self, name: str, ids: Tensor, size: ImageSize) -> None:
+        sizes = self.header.sizes
+        shaped = ids.ndim == 3 and ids.shape[-1] == len(sizes) if self.header.groups else ids.ndim == 2
+        if ids.dtype != torch.int64 or not shaped or not ids.numel():
+            expected_shape = f"(h, w, {len(sizes)})" if self.header.groups else "(h, w)"
+            raise DataError(
+                f"{name}: ids are {ids.dtype} {tuple(ids.shape)}", f"give int64 ids of shape {expected_shape}"
+            )
+        self.check_ids(name, ids)
+        limits = [n * self.header.factor for n in ids.shape[:2]]
+        if not is_size_covered(size, (ids.shape[0], ids.shape[1]), self.header.factor):
+            raise DataError(
+                f"{name}: an image of {size[0]} × {size[1]} does not match {ids.shape[0]} × {ids.shape[1]} codes",
+                f"give a size from 1 × 1 to {limits[0]} × {limits[1]}",
+            )
 
-    def _check_header(self, stored_header: TokenFileHeader) -> None:
-        for field in (
-            field for field in stored_header.__struct_fields__ if field != "name"
-        ):  # the codec may have been moved
-            expected, actual = getattr(stored_header, field), getattr(self.header, field)
-            if expected != actual:
-                raise DataError(
-                    f"{self.partial_path} was started with another {field}: {expected!r:.80}, not {actual!r:.80}",
-                    "resume with the same settings, or remove it",
-                )
+
+def _flatten(header: TokenFileHeader) -> dict[str, Any]:
+    """Return the fields of a header, with those of its videos."""
+    fields = header.to_dict()
+    return fields | (fields.pop("video") or {})
 
 
 def _open_exclusively(path: Path) -> BinaryIO:
@@ -205,7 +240,7 @@ def _open_exclusively(path: Path) -> BinaryIO:
     return file
 
 
-def _read_valid_records(file: BinaryIO, start: int) -> Iterator[tuple[TokenRecord, int]]:
+def _read_valid_records(file: BinaryIO, start: int, record_type: Any) -> Iterator[tuple[Any, int]]:
     """Yield the records from `start` and the end of each, up to the first invalid one."""
     size = os.fstat(file.fileno()).st_size
     file.seek(start)
@@ -218,7 +253,7 @@ def _read_valid_records(file: BinaryIO, start: int) -> Iterator[tuple[TokenRecor
         if compute_record_checksum(start, data) != check:
             return
         try:
-            body = msgspec.msgpack.decode(data, type=TokenRecord)
+            body = msgspec.msgpack.decode(data, type=record_type)
         except msgspec.DecodeError:
             return
         start += RECORD_STRUCT.size + length

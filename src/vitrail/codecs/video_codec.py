@@ -70,6 +70,7 @@ class VideoCodec(CodecModule):
     """Causal video codec. Pixels are floats in −1 … 1 (see `uint8_to_pixels`)."""
 
     Config = VideoCodecConfig
+    temporal_factor = 1  # every frame has a latent frame
 
     def __init__(self, config: VideoCodecConfig):
         super().__init__()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -122,6 +122,18 @@ class VideoFile:
             where = frame_numbers == number
             frames[where], seconds[where] = pixels, float((tick - int(self.pts[0])) * self.time_base)
         return VideoClip(frames, seconds)
+
+    def iterate_frames(self, numbers: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
+        """Decode the frames of ascending numbers in one pass, one (H, W, 3) at a time. Numbers may repeat."""
+        if not len(numbers):
+            return
+        if numbers[0] < 0 or numbers[-1] >= len(self) or np.any(np.diff(numbers) < 0):
+            raise ConfigError(
+                f"{self.name}: frame numbers are out of range", f"give ascending numbers below {len(self)}"
+            )
+        key_count = int(np.searchsorted(self.keyframe_pts, self.pts[numbers[0]], side="right"))
+        for _, _, pixels in _decode_runs(self, [(key_count, [int(number) for number in numbers])], None):
+            yield pixels
 
     def _check_size(self, count: int, size: tuple[int, int] | None, max_bytes: int) -> None:
         height, width = size or (self.height, self.width)
@@ -263,9 +275,15 @@ def _decode_frames(
     runs = groupby(
         numbers.tolist(), lambda number: int(np.searchsorted(file.keyframe_pts, file.pts[number], side="right"))
     )
+    yield from _decode_runs(file, ((key_count, list(group)) for key_count, group in runs), size)
+
+
+def _decode_runs(
+    file: VideoFile, runs: Iterable[tuple[int, list[int]]], size: tuple[int, int] | None
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Decode runs of frames, each given as the number of keyframes up to its first frame, and its frame numbers."""
     with _open_stream(file.source, file.name) as (container, stream):
-        for key_count, group in runs:  # number of keyframes before these frames
-            missing = list(group)
+        for key_count, missing in runs:
             if key_count:
                 container.seek(int(file.keyframe_pts[key_count - 1]), stream=stream)
                 missing = yield from _decode_run(file, container.decode(stream), missing, size)

@@ -17,8 +17,9 @@ from torch import nn
 
 from vitrail.backbones.decoder import Decoder, DecoderConfig
 from vitrail.backbones.presets import DECODER_PRESETS
+from vitrail.codecs.causal_video_codec import CausalVideoCodec, CausalVideoCodecConfig
 from vitrail.codecs.codec import Codec, CodecConfig
-from vitrail.codecs.presets import CODEC_PRESETS
+from vitrail.codecs.presets import CODEC_PRESETS, VIDEO_CODEC_PRESETS
 from vitrail.config import Config
 from vitrail.encoders import (
     SAM,
@@ -59,6 +60,9 @@ CONTEXT_LENGTHS = (8_192, 32_768, 262_144)
 
 TRAINING_FLOPS_FACTOR = 3
 """Training FLOPs over forward FLOPs: backward computes the gradients of both inputs and weights."""
+
+VIDEO_FRAMES = 49
+"""Frames of a video of a video codec, rounded up to a number that the codec restores."""
 
 MAX_BATCH_SIZE = 2**20
 """Upper limit of the search for a compute-bound batch size."""
@@ -143,7 +147,7 @@ class CostLedger(Config):
     """Cost of one model.
 
     input_kind         input of a pass: prompt, image, text, pair (image and text), question (images and text), or
-                       video (as long as a world model's memory; only its dynamics are counted)
+                       video (as long as a world model's memory; only its dynamics are counted; 49 frames of a codec)
     active_parameters  parameters used per token: all but the unused experts
     tokens             tokens of an input; patches for an image
     forward_flops      FLOPs of a pass over one input; prompts and questions compute only the last token's logits
@@ -252,6 +256,12 @@ MODEL_KINDS: dict[type[Config], ModelKind] = {
     TextTowerConfig: ModelKind(TextTower, "text", lambda config, _: config.context_length, _batch_workload),
     T5EncoderConfig: ModelKind(T5Encoder, "text", lambda config, _: config.context_length, _batch_workload),
     CodecConfig: ModelKind(Codec, "image", lambda config, _: _count_codes(config), _batch_workload),
+    CausalVideoCodecConfig: ModelKind(
+        CausalVideoCodec,
+        "video",
+        lambda config, _: config.count_codes(config.net.round_up_frames(VIDEO_FRAMES)),
+        lambda model, _, batch_size: model.workload(model.config.net.round_up_frames(VIDEO_FRAMES), batch_size),
+    ),
     ContrastiveConfig: ModelKind(
         ContrastiveModel, "pair", lambda config, _: config.image.grid_size**2, _batch_workload
     ),
@@ -287,6 +297,7 @@ PRESETS: dict[str, Config] = {
     **SAM_PRESETS,
     **MULTI_TOWER_PRESETS,
     **CODEC_PRESETS,
+    **VIDEO_CODEC_PRESETS,
     **{f"{name}-text": text for name, text in TEXT_TOWER_PRESETS.items()},
     **ALL_VLM_PRESETS,
 }

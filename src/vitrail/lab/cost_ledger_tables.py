@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vitrail.backbones.decoder import DecoderConfig
+from vitrail.codecs.causal_video_codec import CausalVideoCodecConfig
 from vitrail.config import Config
 from vitrail.errors import ConfigError
 from vitrail.lab.cost_ledger import (
     CONTEXT_LENGTHS,
     DEVICES,
+    VIDEO_FRAMES,
     ComponentCost,
     CostLedger,
     DeviceRoofline,
@@ -213,6 +215,9 @@ def list_notes(ledgers: Sequence[CostLedger], models: dict[str, Config]) -> list
         lines += ["image tokens of models with cross-attention are not part of the prompt"]
     for one in ledgers:
         config = models[one.name]
+        if isinstance(config, CausalVideoCodecConfig):
+            height, width = config.frame_size
+            lines += [f"{one.name}: {config.net.round_up_frames(VIDEO_FRAMES)} frames of {height} × {width} pixels"]
         decoder = getattr(config, "decoder", config)
         if isinstance(decoder, DecoderConfig) and one.tokens == decoder.context_length < DEFAULT_CONTEXT_LENGTH:
             lines += [f"{one.name}: the prompt has {one.tokens:,} tokens, the context of the model"]

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from vitrail.backbones.decoder import Decoder
+from vitrail.codecs.causal_video_codec import CausalVideoCodec, VideoWorkload
 from vitrail.config import Config
 from vitrail.encoders import T5Encoder, TextTower
 from vitrail.errors import ConfigError
@@ -137,6 +138,18 @@ def _iter_passes(
     inputs = _make_random_inputs(model, batch_size, dtype, device)
     work = get_model_kind(model.config).workload(model, input_spec, batch_size)
     yield TimedPass("forward", work, lambda: model(*inputs))
+
+
+@_iter_passes.register
+def _iter_video_codec_passes(
+    model: CausalVideoCodec, input_spec: InputSpec, batch_size: int, dtype: torch.dtype, device: str
+) -> Iterator[TimedPass]:
+    """Yield one encoding and decoding of a video."""
+    work = get_model_kind(model.config).workload(model, input_spec, batch_size)
+    assert isinstance(work, VideoWorkload)
+    shape = (batch_size, work.num_frames, model.config.net.channels, work.height, work.width)
+    video = torch.rand(shape, device=device).to(dtype)
+    yield TimedPass(f"video, {work.num_frames} frames", work, lambda: model(video))
 
 
 @_iter_passes.register

@@ -8,4 +8,5 @@ from vitrail.pipelines.embedding import EmbeddingPipeline as EmbeddingPipeline
 from vitrail.pipelines.loading import load as load
 from vitrail.pipelines.text import TextPipeline as TextPipeline
 from vitrail.pipelines.unified import UnifiedPipeline as UnifiedPipeline
+from vitrail.pipelines.video_codec_pipeline import VideoCodecPipeline as VideoCodecPipeline
 from vitrail.pipelines.world import WorldPipeline as WorldPipeline

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.codecs.causal_video_codec import CausalVideoCodecConfig
 from vitrail.codecs.codec import Codec, CodecConfig
 from vitrail.codecs.image_sources import ImageResizeConfig
 from vitrail.errors import CheckpointError, ConfigError
@@ -40,6 +41,11 @@ class CodecPipeline:
     ) -> "CodecPipeline":
         """Load a codec, or the codec of a model that contains one."""
         config = read_config_of(find_bundled_model(name_or_path))
+        if isinstance(config, CausalVideoCodecConfig):
+            raise CheckpointError(
+                f"{name_or_path} is a codec of videos, not of images",
+                "use vitrail.load(…), or vitrail.pipelines.VideoCodecPipeline, on videos (docs/video-codecs.md)",
+            )
         if not isinstance(config, CodecConfig | CodecTrainingConfig | QLIPConfig | UnifiedConfig):
             kind = type(config).__name__.removesuffix("Config")
             raise CheckpointError(

@@ -22,6 +22,7 @@ PIPELINES: dict[str, str] = {
     "qlip": "vitrail.pipelines.embedding:EmbeddingPipeline",
     "codec": "vitrail.pipelines.codec_pipeline:CodecPipeline",
     "codec-training": "vitrail.pipelines.codec_pipeline:CodecPipeline",
+    "causal-video-codec": "vitrail.pipelines.video_codec_pipeline:VideoCodecPipeline",
     "decoder": "vitrail.pipelines.text:TextPipeline",
     "detector": "vitrail.pipelines.detector_pipeline:DetectorPipeline",
 }
@@ -39,15 +40,16 @@ def load(
 ) -> Any:
     """Load the pipeline of a bundled model, a folder or a hub id.
 
-    | model                        | pipeline            |
-    |------------------------------|---------------------|
-    | vision-language model        | `ChatPipeline`      |
-    | unified model                | `UnifiedPipeline`   |
-    | world model                  | `WorldPipeline`     |
-    | contrastive model, QLIP      | `EmbeddingPipeline` |
-    | image codec                  | `CodecPipeline`     |
-    | language model               | `TextPipeline`      |
-    | detector                     | `DetectorPipeline`  |
+    | model                        | pipeline             |
+    |------------------------------|----------------------|
+    | vision-language model        | `ChatPipeline`       |
+    | unified model                | `UnifiedPipeline`    |
+    | world model                  | `WorldPipeline`      |
+    | contrastive model, QLIP      | `EmbeddingPipeline`  |
+    | image codec                  | `CodecPipeline`      |
+    | causal video codec           | `VideoCodecPipeline` |
+    | language model               | `TextPipeline`       |
+    | detector                     | `DetectorPipeline`   |
 
     device     default: a GPU if there is one
     dtype      default: the pipeline's own, usually bfloat16 on a GPU and float32 on the CPU

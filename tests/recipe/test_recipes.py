@@ -172,7 +172,7 @@ def test_run_stopped_after_a_stage_continues_equally(tmp_path):
         ("stages.0.schedule.kind=square", "square|Invalid"),
         ("tokenizer.vocab_size=10", "vocab_size"),
         ("model.kind=oracle", "oracle"),
-        ("sources.docs.kind=llava", r"'llava'.*\n.*known: conversations"),
+        ("sources.docs.kind=llava", r"'llava'.*\n.*known: clips, conversations"),
         ("sources.docs.kind=txt", "did you mean 'text'"),
         ("sources.docs.package=encyclopedia", "encyclopedia|Invalid"),
         ("stages=[]", "no stage"),

@@ -41,5 +41,37 @@ def write_video_page(
     print(out)
 
 
+@app.command(name="files", help_epilogue="Example: python -m experiments.video files --count 40")
+def measure_clip_files(
+    *,
+    model: Path = Path("results/starts/video-time"),
+    count: int = 40,
+    crf: tuple[int, ...] = (23, 35, 45),
+    seed: int = 1,
+    json: Path = Path("results/video-time-files.json"),
+) -> None:
+    """Ask a trained model about test clips as frames in memory and as mp4 files, and save the scores.
+
+    Parameters
+    ----------
+    model
+        A model that the task video-qa trained.
+    count
+        Number of clips. Each has five questions.
+    crf
+        Quality of the H.264 encoder: higher values compress more. May be repeated.
+    seed
+        Seed of the model's training, for the table.
+    json
+        The file to write.
+    """
+    from experiments.video.clip_files import build_files_table, score_clip_files
+    from vitrail.cli.output_files import write_json_with_origin
+    from vitrail.pipelines import ChatPipeline
+
+    scores = score_clip_files(ChatPipeline.load(model, device="cpu"), count, crf)
+    write_json_with_origin(json, {"table": build_files_table(scores, seed)})
+
+
 if __name__ == "__main__":
     main(app)

@@ -1,5 +1,6 @@
 """Render the Markdown page of positions and timestamps of videos: scores by kind and length, and verdicts."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
@@ -10,6 +11,7 @@ from experiments.results_files import read_results_json
 from experiments.systems.systems_page import format_origin, render_table, render_verdicts
 from vitrail.data.clips.clip_questions import QUESTION_KINDS
 from vitrail.errors import DataError
+from vitrail.evals.scores import Score
 from vitrail.plots.charts import COLOURS, chart_style, make_panels
 
 if TYPE_CHECKING:
@@ -31,7 +33,16 @@ Ways to tell a decoder the time of a frame, with one tower, decoder, dataset, op
   `chunked` and `plain frames` do not know the frame rate, so they cannot know seconds.
 - **Blind** is the best answer without the clip, from the question, the number of frames and the rate; **majority** is
   the most frequent answer. `shapes` needs no time and is a control.
-- Intervals are 95 %: Student's over seeds, or, for fewer than three seeds, over the questions.
+- A clip with a question about order has three events: an answer with one of them at random is right in 33 %.
+- Intervals are 95 %: Student's over seeds, or, for fewer than three seeds, over the questions. Intervals over questions
+  do not contain the spread between seeds, which then stands beside them.
+- `yarn`: YaRN extends the context of the decoder, without training.
+"""
+
+FILES_NOTE = """The model `seconds` of seed 1 ([results/starts/video-time](../results/starts/video-time)) answers
+questions about test clips of 16 frames at 2 frames per second: frames in memory, and mp4 files by libx264 at several
+qualities, with 4 × 4 pixels for each pixel of the clip. Intervals are Wilson's over questions. *Opposite event*: the
+last event where the question is about the first, or the reverse.
 """
 
 
@@ -44,7 +55,8 @@ class Cell(NamedTuple):
 
     @property
     def text(self) -> str:
-        seeds = f" ({len(self.values)} seed{'s' * (len(self.values) > 1)})" if len(self.values) < MIN_SEEDS else ""
+        each = ": " + ", ".join(f"{100 * value:.1f}" for value in self.values) if len(self.values) > 1 else ""
+        seeds = f" ({len(self.values)} seed{'s' * bool(each)}{each})" if len(self.values) < MIN_SEEDS else ""
         ends = "" if self.interval is None else " [{:.1f}, {:.1f}]".format(*(100 * end for end in self.interval))
         return f"{100 * mean(self.values):.1f} %{ends}{seeds}"
 
@@ -103,8 +115,28 @@ def render_video_page(file: Path, chart: str) -> str:
             for name in ("majority", "blind")
         ]
         parts.append(f"## {TITLES.get(kind, kind).capitalize()}\n\n{render_table(head, rows)}")
-    parts.append(render_verdicts(SWEEP, file))
+    parts += [render_verdicts(SWEEP, file), _render_files(file.with_name(f"{file.stem}-files.json"))]
     return "\n".join(part for part in parts if part)
+
+
+def _render_files(file: Path) -> str:
+    """Render the scores of clips in video files, if they were measured."""
+    if not file.is_file():
+        return ""
+    data = read_results_json(file)
+    try:
+        forms, lines = list(dict.fromkeys(row["variant"] for row in data["table"])), defaultdict(list)
+        for row in data["table"]:
+            ((value,), (interval,)) = (row[key].values() for key in ("values", "item_intervals"))
+            lines[row["score"]].append(str(Score(row["score"], value, tuple(interval), row["count"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{file} is not a file of `python -m experiments.video files`: {error!r}", "write it again"
+        ) from None
+    return (
+        f"## Video files\n\n{FILES_NOTE}\n{format_origin(file, data.get('origin', {}))}\n\n"
+        f"{render_table(('kind', *forms), [(name, *cells) for name, cells in lines.items()])}"
+    )
 
 
 def _title_column(frames: int, context: str) -> str:
@@ -124,13 +156,16 @@ def _format_baseline(cells: dict[CellKey, Cell], kind: str, column: tuple[int, s
 def draw_length_chart(file: Path) -> "Figure":
     """Draw the accuracy of each variant over the number of frames, with YaRN for clips longer than in training."""
     cells = read_cells(file)
+    lengths = sorted({key.frames for key in cells})[::2]
     figure, axes = make_panels(len(CHART_KINDS), "Accuracy by number of frames", legend_height=24)
     for panel, kind in zip(axes, CHART_KINDS, strict=True):
         for name, colour in zip(dict.fromkeys(key.variant for key in cells), COLOURS, strict=False):
             points = _select_line(cells, name, kind)
             places = [frames for frames, _ in points], [100 * score for _, score in points]
             panel.plot(*places, marker="o", markersize=3, color=colour, label=name)
-        panel.set(xscale="log", title=TITLES.get(kind, kind), xlabel="frames", ylabel="accuracy, %", ylim=(0, 102))
+        panel.set(title=TITLES.get(kind, kind), xlabel="frames", ylabel="accuracy, %", ylim=(0, 102))
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, map(str, lengths))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=6)
     return figure
 

@@ -123,7 +123,14 @@ def small(name: str) -> recipe.Recipe:
     for stage in plain["stages"]:
         questions = min(2, stage["settings"]["num_questions"])
         stage |= {"mixture": {"weights": {"scenes": 1}}, "steps": 2, "batch_size": 4, "schedule": {"kind": "constant"}}
-        stage |= {"validate": [], "validate_every": 0, "dtype": "float32", "compile": False, "num_workers": 0}
+        stage |= {
+            "validate": [],
+            "validate_every": 0,
+            "validate_first": False,
+            "dtype": "float32",
+            "compile": False,
+            "num_workers": 0,
+        }
         turns = {"turns": "together"} if name == "vlm-talks" else {}  # queries that attend to earlier questions
         stage["settings"] = {"num_questions": questions, "question_kinds": KINDS, "max_length": 48} | turns
     return recipe.Recipe.from_dict(plain)

@@ -52,7 +52,7 @@ def test_calls_share_a_process(process):
 @pytest.mark.parametrize(
     ("request_", "share", "message"),
     [
-        (("sleep", 900), 0.005, "takes more than 1 s"),
+        (("sleep", 900), 0.001, r"takes more than 0\.2 s"),
         (("allocate", 3 * 10**9), 1.0, "needs more than 1,000 MB of memory"),
         (("crash", 0), 1.0, "crashes its process"),
         (("raise", "wrong"), 1.0, "fails: ValueError: wrong"),

@@ -218,17 +218,25 @@ def list_notes(ledgers: Sequence[CostLedger], models: dict[str, Config]) -> list
         if isinstance(config, CausalVideoCodecConfig):
             height, width = config.frame_size
             lines += [f"{one.name}: {config.net.round_up_frames(VIDEO_FRAMES)} frames of {height} × {width} pixels"]
-        decoder = getattr(config, "decoder", config)
-        if isinstance(decoder, DecoderConfig) and one.tokens == decoder.context_length < DEFAULT_CONTEXT_LENGTH:
-            lines += [f"{one.name}: the prompt has {one.tokens:,} tokens, the context of the model"]
-        if isinstance(decoder, DecoderConfig) and one.tokens > decoder.context_length:
-            lines += [f"{one.name} has a context of {decoder.context_length:,} tokens, less than {one.tokens:,}"]
+        lines += _list_context_notes(one, config)
         lines += [
             f"{one.name} needs {floor.num_devices} {floor.device}: the times are those of one device with enough memory"
             for floor in one.rooflines
             if floor.num_devices > 1
         ]
     return lines
+
+
+def _list_context_notes(ledger: CostLedger, config: Config) -> list[str]:
+    """Say whether the prompt fills, or exceeds, the context of the decoder."""
+    decoder = getattr(config, "decoder", config)
+    if not isinstance(decoder, DecoderConfig):
+        return []
+    if ledger.tokens > decoder.context_length:
+        return [f"{ledger.name} has a context of {decoder.context_length:,} tokens, less than {ledger.tokens:,}"]
+    if ledger.tokens == decoder.context_length < DEFAULT_CONTEXT_LENGTH:
+        return [f"{ledger.name}: the prompt has {ledger.tokens:,} tokens, the context of the model"]
+    return []
 
 
 def format_preset(name: str, config: Config) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -205,13 +205,7 @@ class ConversationSource:
     @property
     def pieces(self) -> PieceTable:
         """Texts of the conversations, for tokenizer training."""
-        found = PieceTable()
-        for item in range(len(self)):
-            if len(found) > MAX_TOKENIZER_TEXTS:
-                break
-            for turn in self[item].turns:
-                found.add(turn.text)
-        return found
+        return collect_turn_texts(self[item] for item in range(len(self)))
 
 
 def _open_samples(config: ConversationsConfig) -> SampleDataset:
@@ -225,6 +219,17 @@ def _open_samples(config: ConversationsConfig) -> SampleDataset:
     format_name = config.format or detect_format(path)
     options |= {"with_classes": False} if format_name in ("images", "videos") else {}
     return open_dataset(format_name, path, **options)
+
+
+def collect_turn_texts(samples: Iterable[Sample]) -> PieceTable:
+    """Return the texts of the first conversations, for tokenizer training."""
+    found = PieceTable()
+    for sample in samples:
+        if len(found) > MAX_TOKENIZER_TEXTS:
+            break
+        for turn in sample.turns:
+            found.add(turn.text)
+    return found
 
 
 def complete_conversation(sample: Sample, caption_prompt: str, seed: tuple[int, ...] = ()) -> Sample:

@@ -17,7 +17,13 @@ from torch.nn.functional import pad
 
 from vitrail.config import Config, Fraction, NonNegativeInt, PositiveInt
 from vitrail.data.augmentation import AugmentationConfig
-from vitrail.data.conversations import CAPTION_PROMPT, complete_conversation, find_problem
+from vitrail.data.conversations import (
+    CAPTION_PROMPT,
+    MAX_TOKENIZER_TEXTS,
+    collect_turn_texts,
+    complete_conversation,
+    find_problem,
+)
 from vitrail.data.formats.chat_messages import ConversationsRow, MessagesRow
 from vitrail.data.formats.media_folders import CAPTION_KEYS, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vitrail.data.formats.sample import Sample
@@ -38,7 +44,6 @@ from vitrail.registry import DATA_SOURCES
 
 IMAGE_ENDINGS = "jpg;jpeg;png;webp"
 NUM_LARGEST = 4  # samples of the most bytes, which are checked before training
-MAX_TOKENIZER_TEXTS = 200_000  # most texts used to train a tokenizer
 
 
 class ShardSourceConfig(Config, tag="shards", tag_field="kind"):
@@ -356,13 +361,7 @@ class ShardConversationSource:
     @property
     def pieces(self) -> PieceTable:
         """Texts of the conversations, for tokenizer training."""
-        found = PieceTable()
-        for item in range(len(self)):
-            if len(found) > MAX_TOKENIZER_TEXTS:
-                break
-            for turn in self[item].turns:
-                found.add(turn.text)
-        return found
+        return collect_turn_texts(self[item] for item in range(len(self)))
 
     def report(self) -> SampleReport:
         """Report what was read, and the faults."""

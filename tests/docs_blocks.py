@@ -121,6 +121,7 @@ def shorten_training(words: list[str]) -> list[str]:
     shorter = {}
     for number, stage in enumerate(load_recipe(words[1], overrides).stages):
         shorter |= {f"stages.{number}.steps": 2, f"stages.{number}.validate": "[]"}
+        shorter |= {f"stages.{number}.validate_every": 0, f"stages.{number}.validate_first": "false"}
         if getattr(stage.schedule, "warmup_steps", 0) > 1:
             shorter[f"stages.{number}.schedule.warmup_steps"] = 1
     return [f"{key}={value}" for key, value in shorter.items()]
